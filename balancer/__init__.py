@@ -1,0 +1,1 @@
+"""Numbers in, plans out. No torch, no files, no clock."""

@@ -1,0 +1,1 @@
+"""Shards to decoded, mixed, packed batches on this rank."""

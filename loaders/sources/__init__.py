@@ -1,0 +1,1 @@
+"""One shard format each: read and write."""

@@ -1,0 +1,1 @@
+"""The only code that sees all packages: settings, wiring, runs, reports."""

@@ -1,0 +1,1 @@
+"""The ``omni`` command: one file per command group."""

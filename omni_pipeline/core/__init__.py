@@ -1,0 +1,1 @@
+"""Shared nouns of the project. Imports only the standard library, numpy and pydantic; never torch."""

@@ -1,0 +1,97 @@
+"""What a rank trains on: numpy arrays, and where each piece of them came from.
+
+A ``Batch`` is one rank's part of one step. Arrays have no padding inside; segment boundaries are explicit in
+``cu_seqlens``. Nothing here knows torch: the trainer makes tensors of it on its own device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_pipeline.core.plan import ReshardPlan, StepPlan
+from omni_pipeline.core.sample import SampleId
+
+IGNORE_LABEL = -100
+
+
+@dataclass(frozen=True)
+class EncoderInput:
+    """What one encoder reads in one microbatch on this rank; may hold no segment at all.
+
+    Args:
+        values: Vision: uint8 [patches, channels * temporal_patch * patch * patch], RGB, laid out per patch;
+            audio: float32 [mel frames, mels].
+        grids: int64 [segments, 3]; (t, h, w) in patches, or (mel frames, 1, 1).
+    """
+
+    values: npt.NDArray[Any]
+    grids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class SampleSpan:
+    """The positions [start, end) of one sample in its pack."""
+
+    id: SampleId
+    key: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """One forward and backward of one rank.
+
+    Args:
+        index: Microbatch of the step.
+        tokens: int64 [S]; media positions hold the placeholder token.
+        labels: int64 [S]; the token to predict *after* each position, or -100.
+        positions: int64 [3, S]; M-RoPE (temporal, height, width), restarting in every sample.
+        cu_seqlens: int32 [N + 1]; boundaries of the samples.
+        spans: One per sample of the pack.
+        inputs: By encoder name; every encoder of the run is present, possibly with zero rows.
+        reshard: Rows that this rank sends and receives.
+    """
+
+    index: int
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    cu_seqlens: npt.NDArray[np.int32]
+    spans: tuple[SampleSpan, ...]
+    inputs: dict[str, EncoderInput]
+    reshard: ReshardPlan
+
+    def labels_without(self, failed: frozenset[SampleId]) -> npt.NDArray[np.int64]:
+        """Return the labels with all positions of the ``failed`` samples set to -100."""
+        labels = self.labels.copy()
+        for span in self.spans:
+            if span.id in failed:
+                labels[span.start : span.end] = IGNORE_LABEL
+        return labels
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One rank's part of one step.
+
+    Args:
+        plan: The plan of its group.
+        microbatches: In the order they run.
+        failed: Samples of this step that *this rank* could not fetch or decode. The step unites them over
+            the group before it trains.
+        state: Loader state *after* this batch: a fresh loader with it yields the next batch.
+        num_bytes: Size of the arrays.
+        timings: Seconds spent on it, by stage (``plan_s``, ``fetch_s``, ``decode_s``).
+    """
+
+    plan: StepPlan
+    microbatches: tuple[MicroBatch, ...]
+    failed: frozenset[SampleId]
+    state: dict[str, Any] = field(repr=False)
+    num_bytes: int
+    timings: dict[str, float]

@@ -1,0 +1,274 @@
+"""The step plan: what a step does, decided before any of it is done.
+
+Every member of a group computes the same plan from the same inputs. Loader, trainer, ``omni plan`` and the
+report read it; nobody changes it. ``digest`` is what members compare.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_pipeline.core.sample import Sample
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Whole samples that share one sequence.
+
+    Args:
+        lane: The lane it comes from.
+        number: Running number of the pack in its lane, from the start of the run.
+        samples: In sequence order; may be empty (a pack of zero weight).
+    """
+
+    lane: int
+    number: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Sequence positions used."""
+        return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_labels(self) -> int:
+        """Positions with a label."""
+        return sum(sample.num_labels for sample in self.samples)
+
+
+@dataclass(frozen=True, slots=True)
+class PackSlot:
+    """Where one pack runs: replica (of the whole run) and microbatch. ``pack`` indexes ``StepPlan.packs``."""
+
+    pack: int
+    replica: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaPlacement:
+    """Where one media segment is fetched, decoded and encoded.
+
+    Args:
+        pack: Index in ``StepPlan.packs``.
+        sample: Index in the pack's samples.
+        segment: Index in the sample's segments.
+        microbatch: The microbatch of its pack.
+        encoder: Name of the encoder.
+        rank: Rank (of the whole run) that encodes it.
+        position: First sequence position of its embedding rows in the pack.
+        num_rows: Embedding rows.
+    """
+
+    pack: int
+    sample: int
+    segment: int
+    microbatch: int
+    encoder: str
+    rank: int
+    position: int
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Modelled load of one resource (an encoder side or the LLM) over the step, in cost units.
+
+    Ranks meet at every microbatch, so the makespan is the sum over microbatches of the largest load.
+    ``imbalance`` is makespan / mean: 1 is perfect.
+    """
+
+    mean: float
+    makespan_before: float
+    makespan_after: float
+
+    @property
+    def imbalance_before(self) -> float:
+        """Max / mean with packs and media where they fall without a plan."""
+        return self.makespan_before / self.mean if self.mean else 1.0
+
+    @property
+    def imbalance_after(self) -> float:
+        """Max / mean under this plan."""
+        return self.makespan_after / self.mean if self.mean else 1.0
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All decisions of one step for one group.
+
+    Args:
+        step: Step of the run, from 0.
+        group: The group it is for.
+        ranks: All ranks of the group, ascending.
+        replicas: All replicas of the group, ascending.
+        num_microbatches: Microbatches of every replica of the run in this step.
+        packs: The group's packs, by lane then number.
+        slots: One per pack, in the order of ``packs``. A (replica, microbatch) without a slot runs empty.
+        media: One per media segment, by pack, sample, segment.
+        encoder_balance: Load of the encoders over the group's ranks.
+        llm_balance: Load of the LLM over the group's replicas.
+    """
+
+    step: int
+    group: int
+    ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
+    num_microbatches: int
+    packs: tuple[Pack, ...]
+    slots: tuple[PackSlot, ...]
+    media: tuple[MediaPlacement, ...]
+    encoder_balance: Balance
+    llm_balance: Balance
+
+    @functools.cached_property
+    def digest(self) -> int:
+        """63-bit digest of all that members must agree on."""
+        content = [
+            self.step,
+            self.group,
+            self.ranks,
+            self.replicas,
+            self.num_microbatches,
+            [
+                [
+                    pack.lane,
+                    pack.number,
+                    [
+                        (s.id.source, s.id.shard, s.id.row, s.num_tokens, [g.grid for g in s.segments])
+                        for s in pack.samples
+                    ],
+                ]
+                for pack in self.packs
+            ],
+            [[s.pack, s.replica, s.microbatch] for s in self.slots],
+            [[m.pack, m.sample, m.segment, m.encoder, m.rank, m.position] for m in self.media],
+        ]
+        raw = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
+        return int.from_bytes(raw, "little") >> 1
+
+    def pack_at(self, replica: int, microbatch: int) -> int | None:
+        """Return the index of the pack that runs there, or None for an empty one."""
+        return self._pack_at.get((replica, microbatch))
+
+    @functools.cached_property
+    def _pack_at(self) -> dict[tuple[int, int], int]:
+        return {(slot.replica, slot.microbatch): slot.pack for slot in self.slots}
+
+    def media_of(self, *, rank: int, microbatch: int) -> tuple[MediaPlacement, ...]:
+        """Return what ``rank`` encodes in ``microbatch``, in plan order."""
+        return self._media_of.get((rank, microbatch), ())
+
+    @functools.cached_property
+    def _media_of(self) -> dict[tuple[int, int], tuple[MediaPlacement, ...]]:
+        found: dict[tuple[int, int], list[MediaPlacement]] = {}
+        for placement in self.media:
+            found.setdefault((placement.rank, placement.microbatch), []).append(placement)
+        return {place: tuple(items) for place, items in found.items()}
+
+    @property
+    def num_tokens(self) -> int:
+        """Sequence positions used by all packs."""
+        return sum(pack.num_tokens for pack in self.packs)
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """The rows that one rank sends and receives in one microbatch, within its group.
+
+    The rank's encoder outputs are concatenated by encoder (in the order of the run's encoders), then by
+    ``StepPlan.media`` order. Splits are by member of the group, in the order of ``StepPlan.ranks``.
+
+    Args:
+        send_rows: int64 [sum(send_splits)]; rows of the concatenated outputs, in sending order.
+        send_splits: Rows for each member.
+        recv_splits: Rows from each member.
+        recv_positions: int64 [sum(recv_splits)]; local sequence position of each received row.
+    """
+
+    send_rows: IntArray
+    send_splits: tuple[int, ...]
+    recv_splits: tuple[int, ...]
+    recv_positions: IntArray
+
+
+class Planner(Protocol):
+    """Turns packs into plans. Pure: equal arguments give equal plans on every member."""
+
+    def plan(self, packs: Sequence[Pack], *, step: int, group: int) -> StepPlan:
+        """Return the plan of ``group`` for ``step``."""
+        ...
+
+    def reshard(self, plan: StepPlan, *, microbatch: int, rank: int) -> ReshardPlan:
+        """Return what ``rank`` sends and receives in ``microbatch``."""
+        ...
+
+
+def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
+    """Return the plan as JSON-plain data, for ``omni plan --json`` and the report."""
+    return {
+        "step": plan.step,
+        "group": plan.group,
+        "digest": f"{plan.digest:016x}",
+        "ranks": list(plan.ranks),
+        "num_microbatches": plan.num_microbatches,
+        "imbalance": {
+            "encoder": {
+                "before": plan.encoder_balance.imbalance_before,
+                "after": plan.encoder_balance.imbalance_after,
+            },
+            "llm": {"before": plan.llm_balance.imbalance_before, "after": plan.llm_balance.imbalance_after},
+        },
+        "packs": [
+            {
+                "lane": pack.lane,
+                "number": pack.number,
+                "replica": slot.replica,
+                "microbatch": slot.microbatch,
+                "num_tokens": pack.num_tokens,
+                "num_labels": pack.num_labels,
+                "samples": [
+                    {
+                        "source": sample.id.source,
+                        "key": sample.key,
+                        "shard": sample.shard,
+                        "num_tokens": sample.num_tokens,
+                        "segments": [
+                            {
+                                "modality": str(segment.modality),
+                                "member": segment.member,
+                                "grid": list(segment.grid),
+                                "num_rows": segment.num_rows,
+                            }
+                            for segment in sample.segments
+                        ],
+                    }
+                    for sample in pack.samples
+                ],
+            }
+            for pack, slot in zip(plan.packs, plan.slots, strict=True)
+        ],
+        "media": [
+            {
+                "pack": item.pack,
+                "sample": item.sample,
+                "segment": item.segment,
+                "microbatch": item.microbatch,
+                "encoder": item.encoder,
+                "rank": item.rank,
+                "position": item.position,
+                "num_rows": item.num_rows,
+            }
+            for item in plan.media
+        ],
+    }

@@ -1,0 +1,104 @@
+"""What is known of a sample before anything is decoded: its identity, its segments, their sizes.
+
+Planning needs numbers only. A ``Sample`` is what the index and the pure functions of ``core.sizes`` say
+about one training item; the bytes stay where they are until the rank that needs them fetches them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class Modality(StrEnum):
+    """The kinds of segment."""
+
+    TEXT = "text"
+    IMAGE = "image"
+    VIDEO = "video"
+    AUDIO = "audio"
+
+
+@dataclass(frozen=True, slots=True)
+class RawSize:
+    """What a header says of one member, before decoding. Fields that do not apply are zero.
+
+    ``height`` and ``width`` are pixels after EXIF or container rotation. ``duration_s`` is seconds.
+    ``num_samples`` counts audio samples per channel at ``sample_rate`` Hz. ``num_chars`` and ``num_bytes``
+    describe text (UTF-8).
+    """
+
+    height: int = 0
+    width: int = 0
+    num_frames: int = 0
+    duration_s: float = 0.0
+    sample_rate: int = 0
+    num_samples: int = 0
+    num_chars: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class SampleId:
+    """Identity of a sample: source name, shard number within the source, row within the shard's index."""
+
+    source: str
+    shard: int
+    row: int
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One run of one modality in a sample, sized for the model.
+
+    Args:
+        modality: What it is.
+        member: Tar member name or column that holds the bytes.
+        offset: First byte of the payload in the shard.
+        length: Payload bytes.
+        grid: Encoder input units. Image and video: (temporal, rows, columns) of patches; audio:
+            (mel frames, 1, 1); text: (tokens, 1, 1).
+        num_rows: Embedding rows that the encoder makes of it; 0 for text.
+        num_tokens: Positions it takes in the packed sequence, its begin and end markers included.
+        loss: Whether its text tokens are trained on; always false for media.
+    """
+
+    modality: Modality
+    member: str
+    offset: int
+    length: int
+    grid: tuple[int, int, int]
+    num_rows: int
+    num_tokens: int
+    loss: bool = False
+
+    @property
+    def num_units(self) -> int:
+        """Encoder input units: patches, or mel frames; for text its tokens."""
+        return self.grid[0] * self.grid[1] * self.grid[2]
+
+    @property
+    def is_media(self) -> bool:
+        """Whether an encoder is needed."""
+        return self.modality is not Modality.TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One training item as plans see it.
+
+    Args:
+        id: Where it lives in its source.
+        key: The name people know it by (webdataset key).
+        shard: Path or URL of its shard.
+        segments: In sequence order.
+        num_tokens: Positions in the packed sequence, markers and end-of-sample token included.
+        num_labels: Positions with a label.
+    """
+
+    id: SampleId
+    key: str
+    shard: str
+    segments: tuple[Segment, ...] = field(repr=False)
+    num_tokens: int
+    num_labels: int

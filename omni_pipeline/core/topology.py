@@ -1,0 +1,86 @@
+"""Which rank is what: a pure map between ranks, replicas and groups. Reads no environment.
+
+Axes from fastest to slowest: tp, cp, dp, pp; so tensor- and context-parallel ranks are neighbours on a node
+and pipeline stages are far apart. A replica is the tp x cp x pp ranks that hold one copy of the LLM; a group
+is a run of consecutive replicas that balance together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from omni_pipeline.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Topology:
+    """The layout of a run.
+
+    Args:
+        world_size: Number of ranks.
+        tp: Tensor-parallel degree.
+        cp: Context-parallel degree.
+        pp: Pipeline stages.
+        replicas_per_group: Replicas that balance together; 0 means all.
+
+    Raises:
+        ConfigError: The degrees do not divide the world size, or the groups do not divide the replicas.
+    """
+
+    world_size: int
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    replicas_per_group: int = 0
+
+    def __post_init__(self) -> None:
+        if self.world_size < 1 or self.world_size % self.ranks_per_replica:
+            raise ConfigError(
+                f"world size {self.world_size} is not a multiple of tp x cp x pp = {self.ranks_per_replica}",
+                fix="start another number of ranks, or change llm.parallel",
+            )
+        if self.replicas_per_group and self.num_replicas % self.replicas_per_group:
+            raise ConfigError(
+                f"{self.num_replicas} replicas do not divide into groups of {self.replicas_per_group}",
+                fix="change balance.group or the number of ranks",
+            )
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that hold one copy of the LLM."""
+        return self.tp * self.cp * self.pp
+
+    @property
+    def num_replicas(self) -> int:
+        """Copies of the LLM (the data-parallel degree)."""
+        return self.world_size // self.ranks_per_replica
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that plan and balance independently."""
+        return self.num_replicas // (self.replicas_per_group or self.num_replicas)
+
+    def replica_of(self, rank: int) -> int:
+        """Return the replica that ``rank`` is part of."""
+        return rank // (self.tp * self.cp) % self.num_replicas
+
+    def group_of(self, rank: int) -> int:
+        """Return the group that ``rank`` balances with."""
+        return self.replica_of(rank) // (self.num_replicas // self.num_groups)
+
+    def replicas_of_group(self, group: int) -> tuple[int, ...]:
+        """Return the replicas of ``group``, ascending."""
+        size = self.num_replicas // self.num_groups
+        return tuple(range(group * size, (group + 1) * size))
+
+    def ranks_of_replica(self, replica: int) -> tuple[int, ...]:
+        """Return all ranks of ``replica``, ascending."""
+        return tuple(rank for rank in range(self.world_size) if self.replica_of(rank) == replica)
+
+    def ranks_of_group(self, group: int) -> tuple[int, ...]:
+        """Return all ranks of ``group``, ascending."""
+        return tuple(rank for rank in range(self.world_size) if self.group_of(rank) == group)
+
+    def row_owners(self, replica: int) -> tuple[int, ...]:
+        """Return the ranks of pipeline stage 0 of ``replica``, which own its sequence positions, in order."""
+        return self.ranks_of_replica(replica)[: self.tp * self.cp]

@@ -1,0 +1,1 @@
+"""PyTorch: executes plans."""

@@ -1,0 +1,1 @@
+"""Encoders, LLM and their joining; one architecture part per file."""
