@@ -96,7 +96,7 @@ def _assignments(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value where it is one (numbers, booleans, arrays, tables, quoted strings), else a bare string."""
+    """Return the TOML value where it is one (number, boolean, array, table), else the bare string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:

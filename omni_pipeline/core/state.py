@@ -40,7 +40,7 @@ def check_head(state: Mapping[str, Any], *, version: int, identity: Mapping[str,
     for name in sorted(set(saved) | set(identity)):
         if saved.get(name) != identity.get(name):
             raise StateMismatchError(
-                f"setting {name!r} was {saved.get(name)!r} when the state was saved, is {identity.get(name)!r} here",
+                f"setting {name!r} was {saved.get(name)!r} when saved, is {identity.get(name)!r} here",
                 where=where,
                 fix="put the setting back, or start a new run.dir: it changes the order of samples",
             )
