@@ -1,0 +1,109 @@
+"""Which ranks work together: process groups of the balance groups, one device mesh per module.
+
+Ranks of a group exchange embedding rows and agree on a plan; the ranks of a module's mesh share its
+parameters. Both are made by all ranks in one order, so every rank must call the functions of this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.topology import Topology
+
+REPLICATE_AXIS = "dp_replicate"
+SHARD_AXIS = "dp_shard"
+
+
+@dataclass(frozen=True)
+class RankGroups:
+    """The place of this rank in the run.
+
+    Args:
+        topology: The layout of the run.
+        rank: This rank.
+        device: Where its tensors live.
+        members: Ranks of its balance group, ascending; the order of the splits of a ``ReshardPlan``.
+        group: Process group of ``members``.
+    """
+
+    topology: Topology
+    rank: int
+    device: torch.device
+    members: tuple[int, ...]
+    group: dist.ProcessGroup
+
+
+def pick_device(local_rank: int = 0) -> torch.device:
+    """Return the CUDA device of ``local_rank`` if the machine has one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def backend_for(device: torch.device) -> str:
+    """Return the backend for ``init_process_group``.
+
+    With CUDA both are needed: the agreements of a step are small CPU tensors, so that no message between
+    ranks has to wait for the device.
+    """
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def make_rank_groups(topology: Topology, *, device: torch.device) -> RankGroups:
+    """Return the groups of this rank; all ranks must call this together.
+
+    Raises:
+        ConfigError: The process group has another size, or a replica has more than one rank.
+    """
+    world_size = dist.get_world_size()
+    if topology.world_size != world_size:
+        raise ConfigError(
+            f"the layout is for {topology.world_size} ranks, {world_size} were started",
+            fix="start that many ranks, or change the layout",
+        )
+    if topology.ranks_per_replica != 1:
+        raise ConfigError(
+            f"tp x cp x pp = {topology.ranks_per_replica}, but a replica of this trainer is one rank",
+            fix="set llm.parallel tp, cp and pp to 1",
+        )
+    rank = dist.get_rank()
+    found: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
+    for index in range(topology.num_groups):
+        members = topology.ranks_of_group(index)
+        group = dist.new_group(list(members))
+        if rank in members:
+            found = members, group
+    assert found is not None, f"rank {rank} is in none of {topology.num_groups} groups"
+    return RankGroups(topology=topology, rank=rank, device=device, members=found[0], group=found[1])
+
+
+def make_module_mesh(*, device: torch.device, dp_shard: int, setting: str) -> DeviceMesh:
+    """Return the mesh of one module; all ranks must call this together.
+
+    One axis when all ranks share one copy of the parameters, else copies x shards (hybrid sharding), with the ranks
+    of a copy next to each other.
+
+    Args:
+        device: Where the module lives.
+        dp_shard: Ranks per copy; -1: all.
+        setting: Name of the setting, for the message.
+
+    Raises:
+        ConfigError: ``dp_shard`` does not divide the number of ranks.
+    """
+    world_size = dist.get_world_size()
+    shard = world_size if dp_shard == -1 else dp_shard
+    if world_size % shard:
+        raise ConfigError(
+            f"setting {setting!r}: {shard} does not divide the number of ranks, {world_size}",
+            fix="choose a divisor of the number of ranks, or -1 for all of them",
+        )
+    if shard == world_size:
+        return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
+    shape = (world_size // shard, shard)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS))

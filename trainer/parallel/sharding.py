@@ -1,0 +1,46 @@
+"""Shard a module's parameters over its mesh (FSDP2), with gradients *summed* over the ranks.
+
+The loss of a rank is already divided by the global count of labels, so the gradient of the step is the sum
+over ranks. The default of FSDP is the mean; a mean over another number of ranks than the loss was made on
+is what dilutes encoder gradients in other systems. Sums have no number of ranks in them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from trainer.parallel.config import Precision
+
+
+def shard_module(module: nn.Module, *, mesh: DeviceMesh, precision: Precision) -> None:
+    """Shard ``module`` in place: every block of its ``ModuleList``s by itself, the rest as one unit.
+
+    Parameters stay float32; with ``bfloat16`` they are gathered and computed with in bfloat16, and
+    gradients are still summed in float32. All ranks of the mesh must call this, and enter the module the
+    same number of times per step, forward and backward, with or without data.
+    """
+    policy = MixedPrecisionPolicy()
+    if precision == "bfloat16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in _blocks_of(module):
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    # The root keeps its parameters after forward: the loss reads the head outside of the LLM's forward.
+    fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            # Without this, gloo is asked for a premultiplied sum, which it does not have.
+            part.set_force_sum_reduction_for_comms(True)
+
+
+def _blocks_of(module: nn.Module) -> list[nn.Module]:
+    return [
+        block
+        for part in module.modules()
+        if isinstance(part, nn.ModuleList)
+        for block in part
+        if any(True for _ in block.parameters())
+    ]
