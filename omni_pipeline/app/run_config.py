@@ -1,0 +1,86 @@
+"""RunConfig: the root of the TOML schema of a run. Each section lives beside the class that it configures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from balancer.planner import BalanceConfig
+from loaders.loader_config import LoaderConfig
+from loaders.order import OrderConfig
+from loaders.source import SourceConfig
+from trainer.checkpoint_config import CheckpointConfig
+from trainer.config import ModelConfig
+from trainer.optimizer_config import OptimizerConfig
+from trainer.parallel.config import ParallelConfig
+
+ENCODERS = ("vision", "audio")
+
+
+class Section(BaseModel):
+    """A table of the run file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """What run this is."""
+
+    dir: Path = Field(description="Folder of the run: checkpoints, metrics, quarantine, report.")
+    seed: int = Field(0, ge=0, description="Seed of the order of samples and of the initial weights.")
+    steps: int = Field(ge=1, description="Optimizer steps of the whole run.")
+    precision: Literal["fp32", "bf16"] = Field("fp32", description="Type of the forward and backward.")
+    gallery_packs: int = Field(6, ge=0, description="Packs of the last step shown in the report.")
+
+
+class TokenizerSection(Section):
+    """How text becomes tokens."""
+
+    path: Path | None = Field(None, description="A Hugging Face tokenizer.json; default: bytes.")
+
+
+class PartSection(Section):
+    """Settings of the LLM or of one encoder."""
+
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Its own parallelism.")
+
+
+class EvaluationSection(Section):
+    """Held-out sources: evaluated, never trained on."""
+
+    sources: list[SourceConfig] = Field(default_factory=list, description="Held-out sources.")
+    every_steps: int = Field(0, ge=0, description="Evaluate each so many steps; 0: only at the end.")
+
+
+class RunConfig(Section):
+    """A run file."""
+
+    run: RunSection = Field(description="What run this is.")
+    sources: list[SourceConfig] = Field(min_length=1, description="The mixture.")
+    order: OrderConfig = Field(description="Lanes, packs, look-ahead.")
+    tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="Text to tokens.")
+    model: ModelConfig = Field(default_factory=ModelConfig, description="Encoders and LLM.")
+    llm: PartSection = Field(default_factory=PartSection, description="Parallelism of the LLM.")
+    encoders: dict[Literal["vision", "audio"], PartSection] = Field(
+        default_factory=dict, description="Parallelism of each encoder."
+    )
+    balance: BalanceConfig = Field(default_factory=BalanceConfig, description="Grouped reordering.")
+    loader: LoaderConfig = Field(default_factory=LoaderConfig, description="Fetching and decoding.")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule.")
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When to save.")
+    evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="Held-out samples.")
+
+    @model_validator(mode="after")
+    def _source_names_are_unique(self) -> RunConfig:
+        for sources in (self.sources, self.evaluation.sources):
+            names = [source.name for source in sources]
+            twice = sorted({name for name in names if names.count(name) > 1})
+            if twice:
+                raise ValueError(f"source names must be unique; used twice: {', '.join(twice)}")
+        return self
+
+    def encoder(self, name: Literal["vision", "audio"]) -> PartSection:
+        """Return the settings of one encoder, by default those of an empty table."""
+        return self.encoders.get(name, PartSection())

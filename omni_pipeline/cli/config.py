@@ -1,0 +1,55 @@
+"""``omni config``: what a run file says, all defaults filled in, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from omni_pipeline.core.config import merge_flags, read_toml, validate
+
+
+@click.group()
+def command() -> None:
+    """Show the settings of a run.
+
+    Example: omni config show examples/run.toml
+    """
+
+
+@command.command(context_settings={"ignore_unknown_options": True})
+@click.argument("run_file", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True, help="One JSON object.")
+@click.argument("flags", nargs=-1, type=click.UNPROCESSED)
+def show(run_file: Path, as_json: bool, flags: tuple[str, ...]) -> None:
+    """Print every setting of RUN_FILE with FLAGS applied, and whether it is from a flag, the file or default.
+
+    Example: omni config show examples/run.toml --optimizer.lr 1e-4
+    """
+    from omni_pipeline.app.run_config import RunConfig
+
+    data = read_toml(run_file)
+    config = validate(RunConfig, merge_flags(data, flags), where=str(run_file))
+    resolved = _flat(config.model_dump(mode="json"))
+    if as_json:
+        click.echo(json.dumps(config.model_dump(mode="json")))
+        return
+    in_file, in_flags = _flat(data), _flat(merge_flags({}, [flag for flag in flags if ".0." not in flag]))
+    for name, value in resolved.items():
+        origin = "flag" if name in in_flags else "file" if name in in_file else "default"
+        click.echo(f"{name} = {json.dumps(value)}  # {origin}")
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, dict) and value:
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        items = {str(index): item for index, item in enumerate(value)}.items()
+    else:
+        return {prefix: value}
+    found: dict[str, Any] = {}
+    for key, item in items:
+        found.update(_flat(item, f"{prefix}.{key}" if prefix else str(key)))
+    return found
