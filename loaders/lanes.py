@@ -1,0 +1,159 @@
+"""Position in a lane -> sample of a source: pure arithmetic, no replay.
+
+In each epoch the shards of a source are permuted by seed, concatenated, and rotated by a seeded offset;
+lane l of L owns the run ``[l*N//L, (l+1)*N//L)`` of the N samples. The rotation gives a lane other samples
+in each epoch even where the source is one single shard. A source with fewer samples than lanes takes ``K =
+ceil(L/N)`` epochs together as one *round* of K*N positions, and lanes split the round; else K is 1. Inside
+its run a lane permutes blocks of ``shuffle_block`` consecutive positions.
+
+**Shards open at once.** A block covers consecutive positions of the concatenation, so reading a lane in order
+touches, within one block, at most ``ceil((shuffle_block - 1) / s) + 1`` shards of a source, s the samples of
+its smallest shard that is not empty.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.seeding import generator
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Epoch:
+    """One epoch's concatenation: ends of its shards, first ordinal of each, and the rotation."""
+
+    ends: IntArray
+    starts: IntArray
+    ordinals: IntArray
+    shift: int
+
+
+class LaneOrder:
+    """The order of one source in all lanes.
+
+    Deterministic in the arguments; keeps nothing but a small cache of shard permutations.
+
+    Args:
+        shard_sizes: Usable samples of each shard; empty shards are allowed.
+        name: Name of the source; part of the seed.
+        lanes: Number of lanes L of the run.
+        seed: Seed of the run.
+        shuffle_block: Positions permuted together.
+        epochs: Times each sample is seen over all lanes together; None is endless.
+
+    Raises:
+        ConfigError: The source has no samples.
+    """
+
+    def __init__(
+        self,
+        shard_sizes: Sequence[int],
+        *,
+        name: str,
+        lanes: int,
+        seed: int,
+        shuffle_block: int,
+        epochs: int | None = None,
+    ) -> None:
+        self._sizes = np.asarray(shard_sizes, dtype=np.int64).reshape(-1)
+        self.num_samples = int(self._sizes.sum())
+        if self.num_samples < 1:
+            raise ConfigError(
+                f"source {name!r} has no usable samples",
+                where=f"source {name!r}, {len(self._sizes)} shards",
+                fix="remove the source, or widen its `where` filter and shard pattern",
+            )
+        self._firsts = np.cumsum(self._sizes) - self._sizes
+        self._name, self._lanes, self._seed, self._block = name, lanes, seed, shuffle_block
+        self.epochs_per_round = -(-lanes // self.num_samples)
+        self._full_rounds, self._rest_epochs = (
+            (None, 0) if epochs is None else divmod(epochs, self.epochs_per_round)
+        )
+        self._cache: OrderedDict[int, _Epoch] = OrderedDict()
+
+    def run_length(self, lane: int) -> int:
+        """Return the positions that ``lane`` owns in one full round; at least 1."""
+        start, end = self._run(lane, self.epochs_per_round)
+        return end - start
+
+    def num_positions(self, lane: int) -> int | None:
+        """Return the positions of ``lane`` over all epochs, None if endless.
+
+        The last round may have fewer epochs than the others, so some lanes of a tiny source may have none.
+        """
+        if self._full_rounds is None:
+            return None
+        start, end = self._run(lane, self._rest_epochs)
+        return self._full_rounds * self.run_length(lane) + end - start
+
+    def ordinal(self, lane: int, position: int) -> int:
+        """Return the sample at ``position`` of ``lane``, as its place in the unshuffled shards; O(1)."""
+        first, ordinals = self.block(lane, position)
+        return int(ordinals[position - first])
+
+    def block(self, lane: int, position: int) -> tuple[int, IntArray]:
+        """Return the first position of the block that holds ``position``, and the block's ordinals in order.
+
+        Returns:
+            Position of the block's first entry, and int64 [1 .. shuffle_block].
+
+        Raises:
+            ValueError: ``position`` is negative, or past the last epoch.
+        """
+        round_index, offset = divmod(position, self.run_length(lane))
+        start, end = self._run(lane, self._epochs_in_round(round_index))
+        if position < 0 or offset >= end - start:
+            raise ValueError(f"lane {lane} of source {self._name!r} has no position {position}")
+        block_index = offset // self._block
+        first = start + block_index * self._block
+        ordinals = self._ordinals(round_index, first, min(first + self._block, end))
+        if len(ordinals) > 1:
+            shuffle = generator(self._seed, f"lanes/block/{self._name}", lane, round_index, block_index)
+            ordinals = ordinals[shuffle.permutation(len(ordinals))]
+        return position - offset + block_index * self._block, ordinals
+
+    def _epochs_in_round(self, round_index: int) -> int:
+        if self._full_rounds is None or round_index < self._full_rounds:
+            return self.epochs_per_round
+        return self._rest_epochs if round_index == self._full_rounds else 0
+
+    def _run(self, lane: int, epochs: int) -> tuple[int, int]:
+        total = epochs * self.num_samples
+        return lane * total // self._lanes, (lane + 1) * total // self._lanes
+
+    def _ordinals(self, round_index: int, first: int, last: int) -> IntArray:
+        """Ordinals of positions [first, last) of a round, before the block shuffle."""
+        pieces: list[IntArray] = []
+        while first < last:
+            epoch_index, start = divmod(first, self.num_samples)
+            end = min(self.num_samples, start + last - first)
+            epoch = self._epoch(round_index * self.epochs_per_round + epoch_index)
+            places = (np.arange(start, end, dtype=np.int64) + epoch.shift) % self.num_samples
+            slots = np.searchsorted(epoch.ends, places, side="right")
+            pieces.append(places - epoch.starts[slots] + epoch.ordinals[slots])
+            first += end - start
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+    def _epoch(self, epoch: int) -> _Epoch:
+        found = self._cache.get(epoch)
+        if found is None:
+            shuffle = generator(self._seed, f"lanes/shards/{self._name}", epoch)
+            shards = shuffle.permutation(len(self._sizes))
+            ends = np.cumsum(self._sizes[shards])
+            shift = int(shuffle.integers(self.num_samples))
+            found = _Epoch(ends, ends - self._sizes[shards], self._firsts[shards], shift)
+            # Lanes run a little apart and a round holds several epochs: keep two rounds.
+            if len(self._cache) >= 2 * self.epochs_per_round:
+                self._cache.popitem(last=False)
+            self._cache[epoch] = found
+        else:
+            self._cache.move_to_end(epoch)
+        return found
