@@ -74,9 +74,8 @@ class LaneOrder:
         self._firsts = np.cumsum(self._sizes) - self._sizes
         self._name, self._lanes, self._seed, self._block = name, lanes, seed, shuffle_block
         self.epochs_per_round = -(-lanes // self.num_samples)
-        self._full_rounds, self._rest_epochs = (
-            (None, 0) if epochs is None else divmod(epochs, self.epochs_per_round)
-        )
+        self._full_rounds: int | None = None if epochs is None else epochs // self.epochs_per_round
+        self._rest_epochs = 0 if epochs is None else epochs % self.epochs_per_round
         self._cache: OrderedDict[int, _Epoch] = OrderedDict()
 
     def run_length(self, lane: int) -> int:

@@ -72,8 +72,8 @@ class OrderConfig(BaseModel):
         "tokens", description="What the sources' weights are shares of."
     )
     oversize: Literal["drop", "cut"] = Field(
-        "drop", description="A sample that fits no pack: drop and record it, or cut the text at its end
-        (never media).",
+        "drop",
+        description="A sample that fits no pack: drop and record it, or cut the text at its end; never media.",
     )
     epochs: int | None = Field(None, ge=1, description="Times that every source is seen; unset: endless.")
 
@@ -190,7 +190,11 @@ class Order:
         return dropped
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``{lane: {"number", "sources": {name: {"position", "credit"}}, "buffer": [[name, position]]}}``."""
+        """Return the state after the packs given so far, JSON-plain.
+
+        ``{lane: {"number": of the next pack, "sources": {name: {"position", "credit"}}, "buffer": [[name,
+        position], ...]}}``, the buffer oldest first.
+        """
         return {str(number): lane.state_dict() for number, lane in self._lanes.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -223,7 +227,7 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
         for lane, value in state.items():
             if merged.setdefault(lane, value) != value:
                 raise StateMismatchError(
-                    f"two states differ about lane {lane}: packs {merged[lane]['number']} and {value['number']}",
+                    f"two states differ about lane {lane}",
                     fix="merge states of the same step and run only",
                 )
     return {lane: merged[lane] for lane in sorted(merged, key=int)}
