@@ -1,0 +1,290 @@
+"""Bytes of shards by position: local files with ``pread``, everything else through fsspec.
+
+A short read is never the end of a shard: it is an error that names shard and byte. Remote reads are tried a
+bounded number of times with growing pauses, each failure logged.
+"""
+
+from __future__ import annotations
+
+import functools
+import glob
+import io
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from omni_pipeline.core.errors import ConfigError, ShardError
+
+logger = logging.getLogger(__name__)
+
+REMOTE_ATTEMPTS = 4
+FIRST_PAUSE_S = 0.5
+LOCAL_BUFFER_BYTES = 4096
+REMOTE_BUFFER_BYTES = 1 << 18
+
+ResultT = TypeVar("ResultT")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardStat:
+    """Size in bytes, and what changes when the content does (modification time, or the store's tag)."""
+
+    size: int
+    version: str
+
+
+def is_remote(url: str) -> bool:
+    """Return whether ``url`` names a store other than the local file system."""
+    return "://" in url and not url.startswith("file://")
+
+
+def local_path(url: str) -> str:
+    """Return the path of a local ``url``."""
+    return url.removeprefix("file://")
+
+
+def read_range(url: str, offset: int, length: int) -> bytes:
+    """Return exactly ``length`` bytes of ``url`` from byte ``offset``.
+
+    Raises:
+        ShardError: Missing, unreadable, or ends before the last byte asked for.
+    """
+    if length == 0:
+        return b""
+    if is_remote(url):
+        data = _retried(lambda: _fetch(url, offset, length), f"{url}, byte {offset}")
+    else:
+        data = _pread(url, offset, length)
+    if len(data) != length:
+        raise ShardError(
+            f"shard ends {length - len(data)} bytes early: asked for {length}, got {len(data)}",
+            where=f"{url}, byte {offset}",
+            fix="fetch the shard again, then run `omni data index`",
+        )
+    return data
+
+
+def stat_shard(url: str) -> ShardStat:
+    """Return size and version of ``url``.
+
+    Raises:
+        ShardError: Missing or unreachable.
+    """
+    if is_remote(url):
+        info: dict[str, Any] = _retried(lambda: _filesystem(url).info(url), url)
+        tags = ("ETag", "etag", "md5", "LastModified", "last_modified", "mtime", "created")
+        version = next((str(info[tag]) for tag in tags if info.get(tag)), "")
+        return ShardStat(int(info["size"]), version)
+    try:
+        stat = os.stat(local_path(url))
+    except OSError as error:
+        raise _no_shard(url, error) from error
+    return ShardStat(stat.st_size, str(stat.st_mtime_ns))
+
+
+def read_file(url: str) -> bytes | None:
+    """Return all bytes of ``url``; None when there is no such file.
+
+    Raises:
+        ShardError: It exists but cannot be read.
+    """
+    try:
+        if is_remote(url):
+            content: bytes = _retried(lambda: _filesystem(url).cat_file(url), url)
+            return content
+        return Path(local_path(url)).read_bytes()
+    except FileNotFoundError:
+        return None
+    except ShardError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise
+    except OSError as error:
+        raise _no_shard(url, error) from error
+
+
+def write_file(url: str, data: bytes) -> None:
+    """Write ``data`` as ``url``; a reader sees the old content or the new, never a part.
+
+    Raises:
+        ShardError: The place cannot be written.
+    """
+    if is_remote(url):
+        _retried(lambda: _filesystem(url).pipe_file(url, data), url)
+        return
+    path = local_path(url)
+    temporary = f"{path}.{os.getpid()}.tmp"
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        Path(temporary).unlink(missing_ok=True)
+        raise ShardError(
+            f"cannot write: {error.strerror}", where=path, fix="make the folder writable, or free some space"
+        ) from error
+
+
+def open_range(url: str, offset: int, length: int) -> io.BufferedReader:
+    """Return a seekable file of ``length`` bytes of ``url`` from ``offset``, read as far as it is used."""
+    buffer_bytes = REMOTE_BUFFER_BYTES if is_remote(url) else LOCAL_BUFFER_BYTES
+    return io.BufferedReader(RangeReader(url, offset, length), buffer_size=buffer_bytes)
+
+
+class RangeReader(io.RawIOBase):
+    """A window of a shard as a raw file; every read is one ``read_range``.
+
+    Args:
+        url: Path or URL of the shard.
+        offset: First byte of the window.
+        length: Bytes of the window.
+    """
+
+    def __init__(self, url: str, offset: int, length: int) -> None:
+        super().__init__()
+        self._url = url
+        self._offset = offset
+        self._length = length
+        self._position = 0
+
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def seekable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill ``buffer`` as far as the window goes; return the number of bytes."""
+        count = max(0, min(len(buffer), self._length - self._position))
+        buffer[:count] = read_range(self._url, self._offset + self._position, count)
+        self._position += count
+        return count
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Move as ``io.IOBase.seek`` does; return the position in the window."""
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        if origin + offset < 0:
+            raise ValueError(f"cannot seek to {origin + offset}")
+        self._position = origin + offset
+        return self._position
+
+    def tell(self) -> int:
+        """Return the position in the window."""
+        return self._position
+
+
+def expand_shards(patterns: str | Iterable[str]) -> list[str]:
+    """Return the shards that paths, brace patterns (``{0000..0099}``) and globs stand for.
+
+    Braces keep their order, the matches of a glob are sorted, and a shard named twice is kept once.
+
+    Raises:
+        ConfigError: A glob matches nothing, or a brace pattern is malformed.
+    """
+    import braceexpand  # pulls in nothing, but only opening a source needs it
+
+    shards: dict[str, None] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        try:
+            expanded = list(braceexpand.braceexpand(pattern))
+        except ValueError as error:
+            raise ConfigError(
+                f"pattern {pattern!r} has unbalanced braces", fix="write ranges as {0000..0099}"
+            ) from error
+        for path in expanded:
+            shards.update(dict.fromkeys(_glob(path)))
+    return list(shards)
+
+
+def _glob(path: str) -> list[str]:
+    if not glob.has_magic(path) or (not is_remote(path) and os.path.exists(local_path(path))):
+        return [path]
+    if is_remote(path):
+        system = _filesystem(path)
+        found = sorted(system.unstrip_protocol(name) for name in system.glob(path))
+    else:
+        found = sorted(glob.glob(local_path(path), recursive=True))
+    if not found:
+        raise ConfigError(f"no shard matches {path!r}", fix="check the pattern, from the folder you run in")
+    return found
+
+
+def _pread(url: str, offset: int, length: int) -> bytes:
+    try:
+        descriptor = os.open(local_path(url), os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _no_shard(url, error) from error
+    try:
+        pieces: list[bytes] = []
+        while length > 0:
+            piece = os.pread(descriptor, length, offset)
+            if not piece:
+                break
+            pieces.append(piece)
+            offset += len(piece)
+            length -= len(piece)
+    except OSError as error:
+        raise ShardError(
+            f"cannot read: {error.strerror}", where=f"{url}, byte {offset}", fix="check the disk"
+        ) from error
+    finally:
+        os.close(descriptor)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
+def _fetch(url: str, offset: int, length: int) -> bytes:
+    data: bytes = _filesystem(url).cat_file(url, start=offset, end=offset + length)
+    if len(data) < length and offset + len(data) < int(_filesystem(url).info(url)["size"]):
+        raise ConnectionError(f"got {len(data)} of {length} bytes")
+    return data
+
+
+@functools.lru_cache(maxsize=16)
+def _filesystem_of(protocol: str) -> Any:
+    import fsspec  # only remote shards need it
+
+    return fsspec.filesystem(protocol)
+
+
+def _filesystem(url: str) -> Any:
+    protocol = url.partition("://")[0]
+    try:
+        return _filesystem_of(protocol)
+    except (ValueError, ImportError) as error:
+        raise ConfigError(
+            f"cannot open {protocol}:// shards: {error}", fix="install the fsspec package of this store"
+        ) from error
+
+
+def _retried(action: Callable[[], ResultT], where: str) -> ResultT:
+    pause_s = FIRST_PAUSE_S
+    for attempt in range(1, REMOTE_ATTEMPTS + 1):
+        try:
+            return action()
+        except FileNotFoundError as error:
+            raise ShardError("there is no such shard", where=where, fix="check the URL") from error
+        except OSError as error:
+            if attempt == REMOTE_ATTEMPTS:
+                raise ShardError(
+                    f"storage failed {attempt} times, last: {error}",
+                    where=where,
+                    fix="check the network and the store",
+                ) from error
+            logger.warning("read %d of %s failed (%s); next try in %.1f s", attempt, where, error, pause_s)
+            time.sleep(pause_s)
+            pause_s *= 2
+    raise ValueError("REMOTE_ATTEMPTS must be at least 1")
+
+
+def _no_shard(url: str, error: OSError) -> ShardError:
+    if isinstance(error, FileNotFoundError):
+        return ShardError("there is no such file", where=url, fix="check the path of the shard")
+    return ShardError(f"cannot read: {error.strerror}", where=url, fix="check the permissions")
