@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import multiprocessing.connection
+import pickle
 import tempfile
 import time
 import traceback
@@ -102,7 +103,8 @@ def _run_rank(
     except BaseException:  # noqa: BLE001 (the process boundary: the parent shows it)
         pipe.send((False, time.time(), traceback.format_exc()))
     else:
-        pipe.send((True, time.time(), result))
+        # Plain pickle: that of pipes passes tensors as handles of a process that is gone when they are read.
+        pipe.send((True, time.time(), pickle.dumps(result)))
 
 
 def _collect(pipes: list[Connection], *, deadline: float, timeout_s: float) -> list[Any]:
@@ -121,7 +123,7 @@ def _collect(pipes: list[Connection], *, deadline: float, timeout_s: float) -> l
             except EOFError:
                 succeeded, when, content = False, 0.0, "the process ended without a word (killed?)"
             if succeeded:
-                results[rank] = content
+                results[rank] = pickle.loads(content)
             else:
                 failures.append((when, rank, content))
                 deadline = min(deadline, time.monotonic() + _GRACE_S)

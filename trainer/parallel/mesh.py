@@ -85,8 +85,8 @@ def make_rank_groups(topology: Topology, *, device: torch.device) -> RankGroups:
 def make_module_mesh(*, device: torch.device, dp_shard: int, setting: str) -> DeviceMesh:
     """Return the mesh of one module; all ranks must call this together.
 
-    One axis when all ranks share one copy of the parameters, else copies x shards (hybrid sharding), with the ranks
-    of a copy next to each other.
+    One axis when all ranks share one copy of the parameters, else copies x shards (hybrid sharding), with
+    the ranks of a copy next to each other.
 
     Args:
         device: Where the module lives.

@@ -37,10 +37,11 @@ def shard_module(module: nn.Module, *, mesh: DeviceMesh, precision: Precision) -
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
-    return [
-        block
-        for part in module.modules()
-        if isinstance(part, nn.ModuleList)
-        for block in part
-        if any(True for _ in block.parameters())
-    ]
+    """Return the outermost ``ModuleList`` elements; lists inside a block (experts) belong to the block."""
+    blocks: list[nn.Module] = []
+    for child in module.children():
+        if isinstance(child, nn.ModuleList):
+            blocks += [block for block in child if any(True for _ in block.parameters())]
+        else:
+            blocks += _blocks_of(child)
+    return blocks
