@@ -1,0 +1,143 @@
+"""A plan as rows for tables: what runs where, how full it is, and what each rank encodes before and after.
+
+Plain data: whoever prints them (the CLI, the HTML report) decides how they look.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from balancer.cost import CostModel
+from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class PackRow:
+    """One (replica, microbatch) of a plan.
+
+    Args:
+        replica: Of the run.
+        microbatch: Of the step.
+        lane: Of the pack; -1 where nothing runs.
+        number: Of the pack in its lane; -1 where nothing runs.
+        num_samples: Samples in the pack.
+        num_tokens: Sequence positions used.
+        num_labels: Positions with a label.
+        fill: ``num_tokens`` over the sequence length, 0 to 1.
+        num_media: Media segments in the pack.
+        llm_s: Modelled work of the pack in the LLM, seconds of one rank.
+        encoder_s: Modelled work of its media, seconds of one rank.
+        samples: ``source/key (shard)`` of each sample, in order.
+    """
+
+    replica: int
+    microbatch: int
+    lane: int
+    number: int
+    num_samples: int
+    num_tokens: int
+    num_labels: int
+    fill: float
+    num_media: int
+    llm_s: float
+    encoder_s: float
+    samples: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRow:
+    """What one rank encodes in a step.
+
+    Args:
+        rank: Of the run.
+        before_s: Modelled encoding without balancing, seconds over all microbatches.
+        after_s: The same under the plan.
+        num_media_before: Media segments without balancing.
+        num_media_after: Media segments under the plan.
+        num_rows_after: Embedding rows that it makes under the plan.
+    """
+
+    rank: int
+    before_s: float
+    after_s: float
+    num_media_before: int
+    num_media_after: int
+    num_rows_after: int
+
+
+def pack_rows(plan: StepPlan, *, cost_model: CostModel, seq_len: int) -> list[PackRow]:
+    """Return one row per (replica, microbatch) of the group, by microbatch then replica, empty ones too.
+
+    Args:
+        plan: What to show.
+        cost_model: Prices packs and media.
+        seq_len: Positions of a full sequence, for ``fill``.
+    """
+    rows = []
+    for microbatch in range(plan.num_microbatches):
+        for replica in plan.replicas:
+            index = plan.pack_at(replica, microbatch)
+            pack = Pack(-1, -1, ()) if index is None else plan.packs[index]
+            rows.append(_pack_row(pack, replica, microbatch, cost_model, seq_len))
+    return rows
+
+
+def rank_rows(plan: StepPlan, unbalanced: StepPlan, *, cost_model: CostModel) -> list[RankRow]:
+    """Return one row per rank of the group, ascending.
+
+    Args:
+        plan: What to show.
+        unbalanced: The same step without balancing; see ``GroupPlanner.unbalanced``.
+        cost_model: Prices the media.
+    """
+    before, after = _media_by_rank(unbalanced), _media_by_rank(plan)
+    return [
+        RankRow(
+            rank=rank,
+            before_s=_encoding_s(unbalanced, before[rank], cost_model),
+            after_s=_encoding_s(plan, after[rank], cost_model),
+            num_media_before=len(before[rank]),
+            num_media_after=len(after[rank]),
+            num_rows_after=sum(item.num_rows for item in after[rank]),
+        )
+        for rank in plan.ranks
+    ]
+
+
+def moved_fraction(plan: StepPlan, unbalanced: StepPlan) -> float:
+    """Return the share of media segments that another rank encodes than without balancing, 0 to 1."""
+    pairs = zip(plan.media, unbalanced.media, strict=True)
+    moved = sum(after.rank != before.rank for after, before in pairs)
+    return moved / len(plan.media) if plan.media else 0.0
+
+
+def _pack_row(pack: Pack, replica: int, microbatch: int, cost_model: CostModel, seq_len: int) -> PackRow:
+    media = [segment for sample in pack.samples for segment in sample.segments if segment.is_media]
+    return PackRow(
+        replica=replica,
+        microbatch=microbatch,
+        lane=pack.lane,
+        number=pack.number,
+        num_samples=len(pack.samples),
+        num_tokens=pack.num_tokens,
+        num_labels=pack.num_labels,
+        fill=pack.num_tokens / seq_len,
+        num_media=len(media),
+        llm_s=cost_model.pack_cost(pack),
+        encoder_s=sum(cost_model.media_cost(segment) for segment in media),
+        samples=tuple(f"{sample.id.source}/{sample.key} ({sample.shard})" for sample in pack.samples),
+    )
+
+
+def _media_by_rank(plan: StepPlan) -> dict[int, list[MediaPlacement]]:
+    found: dict[int, list[MediaPlacement]] = {rank: [] for rank in plan.ranks}
+    for item in plan.media:
+        found[item.rank].append(item)
+    return found
+
+
+def _encoding_s(plan: StepPlan, items: list[MediaPlacement], cost_model: CostModel) -> float:
+    return sum(
+        cost_model.media_cost(plan.packs[item.pack].samples[item.sample].segments[item.segment])
+        for item in items
+    )
