@@ -1,0 +1,283 @@
+"""What model is trained: named sizes, each part of which can be overridden. Free of torch.
+
+The family is the "thinker" of Qwen2.5-Omni: a vision transformer with window attention, a Whisper-like audio
+encoder, and a Qwen2.5 language model with M-RoPE. ``size`` picks a preset; tables below it override single
+numbers (``[model.llm] layers = 8``). Raw data sizes live in ``core.sizes`` and are part of the preset: the
+planner needs them without the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from omni_pipeline.core.sizes import ModelSizes
+
+VOCAB_MULTIPLE = 64
+CHANNELS = 3
+
+ModelSize = Literal["tiny", "demo", "3b", "7b"]
+
+
+class VisionConfig(BaseModel):
+    """The vision transformer; the listed defaults are those of 3b and 7b."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layers: int = Field(32, ge=1, description="Transformer blocks.")
+    hidden: int = Field(1280, ge=4, description="Width; a multiple of heads x 4.")
+    intermediate: int = Field(3420, ge=1, description="Inner width of the SwiGLU.")
+    heads: int = Field(16, ge=1, description="Attention heads.")
+    window: int = Field(
+        112, ge=1, description="Side of an attention window, pixels; a multiple of patch x merge."
+    )
+    full_attention_layers: tuple[int, ...] = Field(
+        (7, 15, 23, 31),
+        description="Blocks, 0 .. layers - 1, that attend over a whole picture (one temporal patch).",
+    )
+    rope_theta: float = Field(10_000.0, gt=1, description="Base of the 2-D rotary frequencies.")
+    norm_eps: float = Field(1e-6, gt=0, description="Epsilon of RMSNorm.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hidden % (4 * self.heads):
+            raise ValueError(f"hidden {self.hidden} is not a multiple of 4 x heads = {4 * self.heads}")
+        beyond = [layer for layer in self.full_attention_layers if not 0 <= layer < self.layers]
+        if beyond:
+            raise ValueError(
+                f"full_attention_layers names block {beyond[0]}, the blocks are 0 .. {self.layers - 1}"
+            )
+        return self
+
+
+class AudioConfig(BaseModel):
+    """The audio encoder; the listed defaults are those of 3b and 7b."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layers: int = Field(32, ge=1, description="Transformer blocks.")
+    hidden: int = Field(1280, ge=4, description="Width; a multiple of heads, and even.")
+    intermediate: int = Field(5120, ge=1, description="Inner width of the MLP.")
+    heads: int = Field(20, ge=1, description="Attention heads.")
+    chunk: int = Field(200, ge=2, description="Mel frames (10 ms each) that attend to each other; even.")
+    norm_eps: float = Field(1e-5, gt=0, description="Epsilon of LayerNorm.")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.hidden % self.heads or self.hidden % 2:
+            raise ValueError(f"hidden {self.hidden} is not an even multiple of heads {self.heads}")
+        if self.chunk % 2:
+            raise ValueError(f"chunk {self.chunk} is odd; the convolution halves it")
+        return self
+
+
+class LlmConfig(BaseModel):
+    """The language model; the listed defaults are those of 7b."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    layers: int = Field(28, ge=1, description="Transformer blocks.")
+    hidden: int = Field(3584, ge=2, description="Width.")
+    intermediate: int = Field(18944, ge=1, description="Inner width of the SwiGLU.")
+    heads: int = Field(28, ge=1, description="Query heads; a multiple of kv_heads.")
+    kv_heads: int = Field(4, ge=1, description="Key and value heads.")
+    head_dim: int = Field(128, ge=2, description="Width of a head; even.")
+    vocab_size: int = Field(
+        152_064,
+        ge=1,
+        description="Token ids the tokenizer may give; the table is padded to a multiple of 64.",
+    )
+    tied_head: bool = Field(False, description="Whether the output head is the embedding table.")
+    rope_theta: float = Field(1_000_000.0, gt=1, description="Base of the rotary frequencies.")
+    rope_sections: tuple[int, int, int] = Field(
+        (16, 24, 24),
+        description="Rotary frequencies turned by the temporal, height and width position; sum head_dim / 2.",
+    )
+    norm_eps: float = Field(1e-6, gt=0, description="Epsilon of RMSNorm.")
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table and of the head."""
+        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.head_dim % 2 or min(self.rope_sections) < 0 or 2 * sum(self.rope_sections) != self.head_dim:
+            raise ValueError(
+                f"rope_sections {self.rope_sections} do not sum to half of head_dim {self.head_dim}"
+            )
+        return self
+
+
+class ModelConfig(BaseModel):
+    """The whole model: a preset by name, with single numbers overridden by the tables below it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: ModelSize = Field("demo", description="Preset that fills every number not given here.")
+    sizes: ModelSizes = Field(
+        ModelSizes(), description="Raw media to patches and frames; default: that of size."
+    )
+    vision: VisionConfig = Field(VisionConfig(), description="Vision encoder; default: that of size.")
+    audio: AudioConfig = Field(AudioConfig(), description="Audio encoder; default: that of size.")
+    llm: LlmConfig = Field(LlmConfig(), description="Language model; default: that of size.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        """Put the preset under what is given, as plain data, so that one override keeps all the rest."""
+        if not isinstance(data, Mapping):
+            return data
+        size = data.get("size", cls.model_fields["size"].default)
+        preset = PRESETS.get(size) if isinstance(size, str) else None
+        return dict(data) if preset is None else _merged(preset, data)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.vision.window % self.sizes.vision.factor:
+            raise ValueError(
+                f"vision.window {self.vision.window} is not a multiple of sizes.vision.patch x merge = "
+                f"{self.sizes.vision.factor}"
+            )
+        return self
+
+    @property
+    def patch_values(self) -> int:
+        """Numbers in one packed patch: channels x temporal_patch x patch x patch."""
+        return CHANNELS * self.sizes.vision.temporal_patch * self.sizes.vision.patch**2
+
+
+def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``above`` laid over ``below``; tables are merged, everything else is replaced."""
+    merged = dict(below)
+    for name, value in above.items():
+        if isinstance(value, BaseModel):
+            value = value.model_dump(exclude_unset=True)
+        lower = merged.get(name)
+        both_tables = isinstance(lower, Mapping) and isinstance(value, Mapping)
+        merged[name] = _merged(lower, value) if both_tables and lower is not None else value
+    return merged
+
+
+# The published numbers of Qwen2.5-Omni-7B are the defaults of the classes above.
+PRESETS: dict[str, dict[str, Any]] = {
+    "7b": {},
+    "3b": {
+        "llm": {
+            "layers": 36,
+            "hidden": 2048,
+            "intermediate": 11008,
+            "heads": 16,
+            "kv_heads": 2,
+            "vocab_size": 151_936,
+        },
+    },
+    "demo": {
+        "sizes": {
+            "vision": {
+                "min_pixels": 28 * 28,
+                "max_pixels": 16 * 28 * 28,
+                "video_max_frames": 8,
+                "video_max_pixels": 4 * 28 * 28,
+            },
+            "audio": {"num_mels": 80, "max_duration_s": 30.0},
+        },
+        "vision": {
+            "layers": 3,
+            "hidden": 128,
+            "intermediate": 256,
+            "heads": 4,
+            "window": 56,
+            "full_attention_layers": (2,),
+        },
+        "audio": {"layers": 2, "hidden": 128, "intermediate": 256, "heads": 4},
+        "llm": {
+            "layers": 4,
+            "hidden": 192,
+            "intermediate": 512,
+            "heads": 6,
+            "kv_heads": 2,
+            "head_dim": 32,
+            "vocab_size": 264,
+            "tied_head": True,
+            "rope_theta": 10_000.0,
+            "rope_sections": (4, 6, 6),
+        },
+    },
+    "tiny": {
+        "sizes": {
+            "vision": {
+                "min_pixels": 28 * 28,
+                "max_pixels": 12 * 28 * 28,
+                "video_max_frames": 4,
+                "video_max_pixels": 4 * 28 * 28,
+            },
+            "audio": {"num_mels": 16, "max_duration_s": 10.0},
+        },
+        "vision": {
+            "layers": 2,
+            "hidden": 32,
+            "intermediate": 48,
+            "heads": 2,
+            "window": 56,
+            "full_attention_layers": (1,),
+        },
+        "audio": {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2},
+        "llm": {
+            "layers": 2,
+            "hidden": 64,
+            "intermediate": 96,
+            "heads": 4,
+            "kv_heads": 2,
+            "head_dim": 16,
+            "vocab_size": 264,
+            "rope_theta": 10_000.0,
+            "rope_sections": (2, 3, 3),
+        },
+    },
+}
+
+
+def vision_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of the vision encoder, its projection into the LLM included."""
+    vision = config.vision
+    hidden, inner = vision.hidden, vision.intermediate
+    attention = 4 * (hidden * hidden + hidden)
+    mlp = 2 * (hidden * inner + inner) + inner * hidden + hidden
+    merged = hidden * config.sizes.vision.merge**2
+    merger = hidden + merged * merged + merged + merged * config.llm.hidden + config.llm.hidden
+    return config.patch_values * hidden + vision.layers * (attention + mlp + 2 * hidden) + merger
+
+
+def audio_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of the audio encoder, its projection into the LLM included."""
+    audio = config.audio
+    hidden, inner = audio.hidden, audio.intermediate
+    stem = 3 * config.sizes.audio.num_mels * hidden + hidden + 3 * hidden * hidden + hidden
+    attention = 4 * hidden * hidden + 3 * hidden
+    mlp = hidden * inner + inner + inner * hidden + hidden
+    out = 2 * hidden + hidden * config.llm.hidden + config.llm.hidden
+    return stem + audio.layers * (attention + mlp + 4 * hidden) + out
+
+
+def llm_parameters(config: ModelConfig) -> int:
+    """Return the number of parameters of the LLM: a tied head counts once."""
+    llm = config.llm
+    query, key_value = llm.heads * llm.head_dim, llm.kv_heads * llm.head_dim
+    attention = llm.hidden * (query + 2 * key_value) + query + 2 * key_value + query * llm.hidden
+    block = attention + 3 * llm.hidden * llm.intermediate + 2 * llm.hidden
+    tables = llm.padded_vocab * llm.hidden * (1 if llm.tied_head else 2)
+    return llm.layers * block + llm.hidden + tables
+
+
+def parameter_counts(config: ModelConfig) -> dict[str, int]:
+    """Return the number of parameters by part: ``vision``, ``audio``, ``llm``."""
+    return {
+        "vision": vision_parameters(config),
+        "audio": audio_parameters(config),
+        "llm": llm_parameters(config),
+    }

@@ -1,0 +1,59 @@
+"""First weights: a pure function of (seed, name, shape), so any rank can make any part of them.
+
+Every parameter has a generator of its own, on the CPU, so neither the layout, the device nor the order of
+modules changes a number. A sharded parameter keeps its part of the whole tensor.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from omni_pipeline.core.seeding import generator
+
+STD = 0.02
+WRAPPER_PREFIX = "_checkpoint_wrapped_module."
+RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
+
+
+@torch.no_grad()
+def init_weights(model: nn.Module, *, seed: int, num_layers: dict[str, int]) -> None:
+    """Write the first weights of every parameter of ``model``; no collective.
+
+    Matrices are normal with deviation 0.02; those that write into a residual stream are scaled down by
+    sqrt(2 x layers) (GPT-2). Vectors are 1, biases 0.
+
+    Args:
+        model: On a real device; parameters may be DTensors.
+        seed: Of the run.
+        num_layers: Blocks by the prefix of a parameter's name.
+    """
+    for wrapped_name, parameter in model.named_parameters():
+        name = wrapped_name.replace(WRAPPER_PREFIX, "")
+        prefix = next(prefix for prefix in num_layers if name.startswith(prefix))
+        _fill(parameter, _first_value(name, parameter.shape, seed=seed, num_layers=num_layers[prefix]))
+
+
+def _first_value(name: str, shape: torch.Size, *, seed: int, num_layers: int) -> Tensor:
+    if name.endswith("bias"):
+        return torch.zeros(shape)
+    if len(shape) == 1:
+        return torch.ones(shape)
+    is_residual = name.removesuffix(".weight").endswith(RESIDUAL_OUTPUTS)
+    std = STD / math.sqrt(2 * num_layers) if is_residual else STD
+    random = torch.Generator().manual_seed(int(generator(seed, f"init/{name}").integers(2**63)))
+    return torch.empty(shape).normal_(std=std, generator=random)
+
+
+def _fill(parameter: nn.Parameter, value: Tensor) -> None:
+    data: Tensor = parameter.data
+    if isinstance(data, DTensor):
+        # src_data_rank=None: every rank has the whole value already, nothing is sent.
+        whole = value.to(data.device)
+        part = distribute_tensor(whole, data.device_mesh, data.placements, src_data_rank=None)
+        data.to_local().copy_(part.to_local())
+    else:
+        data.copy_(value)

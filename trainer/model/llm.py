@@ -1,0 +1,143 @@
+"""The language model: Qwen2.5's decoder with M-RoPE, over packed samples that do not see each other.
+
+Embedding rows of media are written over the placeholder tokens; from there on nothing knows where a row came
+from. The head and its loss run inside the same forward, so that a sharded model gathers their weight there.
+
+Shapes: S positions, D width, N query heads, K key and value heads, H head width, R media rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.config import LlmConfig
+from trainer.loss import chunked_cross_entropy
+from trainer.model.attention import Integers, Segments, attend
+from trainer.model.mlp import SwiGlu
+from trainer.model.norm import RMSNorm
+from trainer.model.rotary import Rotary, mrope
+
+LOSS_CHUNK = 1024
+
+
+class LlmOutput(NamedTuple):
+    """What a forward gives; a tuple, because FSDP finds the tensors in it.
+
+    Args:
+        loss_sum: float32 scalar: cross entropy summed over positions with a label.
+        predictions: int64 [S]: the likeliest next token at each position.
+        hidden: [S, D] after the last norm.
+        logits: [S, V] if asked for.
+    """
+
+    loss_sum: Tensor
+    predictions: Tensor
+    hidden: Tensor
+    logits: Tensor | None
+
+
+class LlmAttention(nn.Module):
+    """Causal grouped-query attention with rotary positions, inside samples."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query, key_value = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden, query)
+        self.k_proj = nn.Linear(config.hidden, key_value)
+        self.v_proj = nn.Linear(config.hidden, key_value)
+        self.o_proj = nn.Linear(query, config.hidden, bias=False)
+
+    def forward(self, x_SD: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+        """Return [S, D]."""
+        q_SNH, k_SKH, v_SKH = (
+            # Heads are counted from the output: under tensor parallelism it holds a part of them.
+            rows.reshape(rows.shape[0], rows.shape[1] // self.head_dim, self.head_dim)
+            for rows in (self.q_proj(x_SD), self.k_proj(x_SD), self.v_proj(x_SD))
+        )
+        out_SNH = attend(rotary.rotate(q_SNH), rotary.rotate(k_SKH), v_SKH, segments=segments, causal=True)
+        out_SD: Tensor = self.o_proj(out_SNH.flatten(1))
+        return out_SD
+
+
+class LlmBlock(nn.Module):
+    """Attention and SwiGLU, each normalised before and added after."""
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.self_attn = LlmAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.mlp = SwiGlu(config.hidden, intermediate=config.intermediate, bias=False)
+
+    def forward(self, x_SD: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+        """Return [S, D]."""
+        x_SD = x_SD + self.self_attn(self.input_layernorm(x_SD), rotary, segments)
+        out_SD: Tensor = x_SD + self.mlp(self.post_attention_layernorm(x_SD))
+        return out_SD
+
+
+class Llm(nn.Module):
+    """Tokens and media rows to a loss. With a tied head ``lm_head`` is None and the table is used directly,
+    so no parameter is ever registered twice.
+    """
+
+    def __init__(self, config: LlmConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.padded_vocab, config.hidden)
+        self.layers = nn.ModuleList(LlmBlock(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
+        self.lm_head = None if config.tied_head else nn.Linear(config.hidden, config.padded_vocab, bias=False)
+
+    @property
+    def block_list(self) -> nn.ModuleList:
+        """The blocks to shard and to checkpoint one by one; the rest belongs to the root."""
+        return self.layers
+
+    def forward(
+        self,
+        tokens_S: Tensor,
+        positions_3S: Tensor,
+        cu_seqlens: Integers,
+        media_rows_RD: Tensor,
+        media_positions_R: Tensor,
+        labels_S: Tensor,
+        *,
+        with_logits: bool = False,
+    ) -> LlmOutput:
+        """Return the loss and what belongs to it.
+
+        Args:
+            tokens_S: int64 [S]; any valid token at media positions.
+            positions_3S: int64 [3, S]; temporal, height and width position, restarting in every sample.
+            cu_seqlens: int32 [samples + 1]; a numpy array or a CPU tensor. Positions behind the last
+                boundary are padding: they see only each other.
+            media_rows_RD: [R, D]; may be empty, and even then hangs on the graph.
+            media_positions_R: int64 [R]; distinct positions that the rows take.
+            labels_S: int64 [S]; the token to predict after each position, or -100.
+            with_logits: Also return all logits at once, [S, V].
+
+        Raises:
+            ValueError: Rows and positions of media differ in number, or ``cu_seqlens`` does not fit.
+        """
+        if media_rows_RD.shape[0] != media_positions_R.shape[0]:
+            raise ValueError(
+                f"{media_rows_RD.shape[0]} media rows for {media_positions_R.shape[0]} media positions"
+            )
+        segments = Segments.from_cu_seqlens(cu_seqlens, num_rows=tokens_S.shape[0])
+        x_SD = self.embed_tokens(tokens_S)
+        x_SD = x_SD.index_copy(0, media_positions_R, media_rows_RD.to(x_SD.dtype))
+        rotary = mrope(
+            positions_3S, sections=self.config.rope_sections, theta=self.config.rope_theta, dtype=x_SD.dtype
+        )
+        for block in self.layers:
+            x_SD = block(x_SD, rotary, segments)
+        hidden_SD = self.norm(x_SD)
+        weight_VD = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        loss_sum, predictions_S = chunked_cross_entropy(hidden_SD, weight_VD, labels_S, chunk_size=LOSS_CHUNK)
+        logits_SV = F.linear(hidden_SD, weight_VD) if with_logits else None
+        return LlmOutput(loss_sum, predictions_S, hidden_SD, logits_SV)

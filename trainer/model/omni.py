@@ -1,0 +1,54 @@
+"""The whole model: encoders by name, and the LLM they feed.
+
+No forward of its own: a step runs the encoders, moves their rows to the ranks that own them, and then runs
+the LLM.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer.config import ModelConfig
+from trainer.model.audio import AudioEncoder
+from trainer.model.init import init_weights
+from trainer.model.llm import Llm
+from trainer.model.vision import VisionEncoder
+
+
+class OmniModel(nn.Module):
+    """Encoders and LLM.
+
+    Attributes:
+        encoders: By name, always in the order vision, audio: ``encoder(values, grids) -> rows [R, E]``.
+        llm: See ``Llm.forward``.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.encoders = nn.ModuleDict({"vision": VisionEncoder(config), "audio": AudioEncoder(config)})
+        self.llm = Llm(config.llm)
+
+    def init_weights(self, seed: int) -> None:
+        """Write the first weights; the same on every rank, device and layout. Needs a real device."""
+        num_layers = {
+            "encoders.vision.": self.config.vision.layers,
+            "encoders.audio.": self.config.audio.layers,
+            "llm.": self.config.llm.layers,
+        }
+        init_weights(self, seed=seed, num_layers=num_layers)
+
+
+def build_model(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> OmniModel:
+    """Return the model in float32 with first weights; on ``device="meta"`` without any.
+
+    To shard a large model: build on meta, shard, ``to_empty(device=...)``, ``init_weights(seed)``. There
+    are no buffers, so nothing else has to be filled.
+    """
+    with torch.device("meta"):
+        model = OmniModel(config)
+    if torch.device(device).type != "meta":
+        model.to_empty(device=device)
+        model.init_weights(seed)
+    return model
