@@ -1,0 +1,1 @@
+"""The demo: generated media whose content is the answer, and the run that learns to read it."""
