@@ -40,7 +40,7 @@ def patchify(frames: UInt8Array, sizes: VisionSizes) -> UInt8Array:
 
 
 def unpatchify(patches: UInt8Array, grid: tuple[int, int, int], sizes: VisionSizes) -> UInt8Array:
-    """Return the frames that ``patchify`` took apart: uint8 [T, H, W, 3]; ``grid`` is in patches (t, h, w)."""
+    """Return the frames that ``patchify`` took apart: uint8 [T, H, W, 3]; ``grid`` in patches (t, h, w)."""
     time, rows, columns = grid
     blocks = patches.reshape(
         time,

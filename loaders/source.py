@@ -1,0 +1,408 @@
+"""A source: a named set of indexed shards whose samples are sized for the model, without any I/O.
+
+``open_source`` reads the indexes once into flat arrays (no Python object per sample, so millions fit and
+forked processes share them) and leaves out, with its reason, every row that can never be trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.compute as pc
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from loaders.decode.text import Tokenizer
+from loaders.index import MODALITY_OF_SUFFIX, OTHER, ShardIndex, member_name, modality_of, read_index
+from loaders.storage import expand_shards
+from omni_pipeline.core.errors import ConfigError, SampleError, ShardError
+from omni_pipeline.core.sample import Modality, RawSize, Sample, SampleId, Segment
+from omni_pipeline.core.sizes import ModelSizes, media_grid, media_rows
+
+logger = logging.getLogger(__name__)
+
+MODALITIES = tuple(Modality)
+SHOWN_NAMES = 8
+
+
+class FieldConfig(BaseModel):
+    """One segment of a sample: which member holds it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    member: str = Field(
+        min_length=1, description="Suffix of the member, e.g. 'jpg'; alternatives as 'jpg|png', first found."
+    )
+    loss: bool = Field(True, description="Whether text of this member is trained on; no meaning for media.")
+
+    @field_validator("member")
+    @classmethod
+    def _check_known(cls, member: str) -> str:
+        for suffix in member.split("|"):
+            if modality_of(suffix) is None:
+                known = ", ".join(MODALITY_OF_SUFFIX)
+                raise ValueError(f"{suffix!r} is no known kind of member; known endings: {known}")
+        return member
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """The alternatives, lower case, in order of preference."""
+        return tuple(self.member.lower().split("|"))
+
+
+def _field_of_name(value: Any) -> Any:
+    return {"member": value} if isinstance(value, str) else value
+
+
+class FieldsLayout(BaseModel):
+    """A sample is the listed members, in this order."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Literal["fields"] = Field("fields", description="Members of one key, in a fixed order.")
+    fields: tuple[Annotated[FieldConfig, BeforeValidator(_field_of_name)], ...] = Field(
+        min_length=1, description="Suffixes, or tables {member, loss}, in sequence order."
+    )
+
+
+class SourceConfig(BaseModel):
+    """One data set of the mixture."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str = Field(min_length=1, description="Name of the source; unique in the run.")
+    shards: str | tuple[str, ...] = Field(
+        description="Tar shards: a path, URL, {0000..0099} pattern or glob, or a list of these."
+    )
+    layout: FieldsLayout = Field(description="How members make a sample.")
+    weight: float | tuple[tuple[int, float], ...] = Field(
+        1.0, description="Share of the mixture, 0 or more; or [step, weight] points, linear between."
+    )
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """One field of all usable samples: flat arrays of equal length."""
+
+    modality: npt.NDArray[np.int8]
+    suffix: npt.NDArray[np.int16]
+    offset: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    grid: npt.NDArray[np.int32]
+    num_rows: npt.NDArray[np.int32]
+    num_tokens: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Source:
+    """The usable samples of a source, by ordinal: their place in the unshuffled concatenation of shards.
+
+    Args:
+        name: Unique in the run.
+        shards: Paths or URLs, in order.
+        shard_sizes: Usable samples of each shard.
+        unusable: (shard, key, reason) of samples left out.
+        damaged: (shard, what) of shards that end early.
+        fingerprint: Digest of all that decides which sample an ordinal is, and its sizes.
+    """
+
+    name: str
+    shards: tuple[str, ...]
+    shard_sizes: tuple[int, ...]
+    unusable: tuple[tuple[str, str, str], ...] = field(repr=False)
+    damaged: tuple[tuple[str, str], ...] = field(repr=False)
+    fingerprint: str
+    _fields: tuple[FieldConfig, ...] = field(repr=False)
+    _columns: tuple[_Columns, ...] = field(repr=False)
+    _suffixes: tuple[str, ...] = field(repr=False)
+    _keys: pa.LargeStringArray = field(repr=False)
+    _shard: npt.NDArray[np.int32] = field(repr=False)
+    _row: npt.NDArray[np.int64] = field(repr=False)
+
+    def __len__(self) -> int:
+        """Return the number of usable samples."""
+        return len(self._row)
+
+    def sample(self, ordinal: int) -> Sample:
+        """Return the sample at ``ordinal``, 0 to len - 1; no I/O, some microseconds.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        if not 0 <= ordinal < len(self):
+            raise IndexError(f"sample {ordinal} of {len(self)} in source {self.name!r}")
+        key = self._keys[ordinal].as_py()
+        segments = tuple(
+            self._segment(ordinal, columns, key, loss=config.loss)
+            for config, columns in zip(self._fields, self._columns, strict=True)
+        )
+        shard = int(self._shard[ordinal])
+        return Sample(
+            id=SampleId(self.name, shard, int(self._row[ordinal])),
+            key=key,
+            shard=self.shards[shard],
+            segments=segments,
+            num_tokens=sum(segment.num_tokens for segment in segments) + 1,
+            num_labels=count_labels(segments),
+        )
+
+    def _segment(self, ordinal: int, columns: _Columns, key: str, *, loss: bool) -> Segment:
+        modality = MODALITIES[columns.modality[ordinal]]
+        time, rows, across = columns.grid[ordinal].tolist()
+        return Segment(
+            modality=modality,
+            member=member_name(key, self._suffixes[columns.suffix[ordinal]]),
+            offset=int(columns.offset[ordinal]),
+            length=int(columns.length[ordinal]),
+            grid=(time, rows, across),
+            num_rows=int(columns.num_rows[ordinal]),
+            num_tokens=int(columns.num_tokens[ordinal]),
+            loss=loss and modality is Modality.TEXT,
+        )
+
+
+def count_labels(segments: Sequence[Segment]) -> int:
+    """Return the positions with a label of a sample made of ``segments`` and one end-of-sample token.
+
+    Each token of a text with loss is predicted from the position before it, and so is the end-of-sample token
+    if any text has loss; what stands at position 0 has no position before it.
+    """
+    if not any(segment.loss for segment in segments):
+        return 0
+    trained = sum(segment.num_tokens for segment in segments if segment.loss) + 1
+    first = next((segment for segment in segments if segment.num_tokens), None)
+    return trained - (1 if first is None or first.loss else 0)
+
+
+def open_source(config: SourceConfig, sizes: ModelSizes, tokenizer: Tokenizer) -> Source:
+    """Return the source of ``config``, sized by ``sizes``, with text counted by ``tokenizer``.
+
+    Reads every index of the source, nothing else.
+
+    Raises:
+        ConfigError: A shard or its index is missing or stale, the index lacks counts of this tokenizer, a
+            field has no member anywhere, or no sample is usable.
+    """
+    where = f"source {config.name!r}"
+    shards = expand_shards(config.shards)
+    if not shards:
+        raise ConfigError("the source has no shards", where=where, fix="set sources.shards")
+    loader = _SourceReader(config, sizes, tokenizer)
+    for number, shard in enumerate(shards):
+        try:
+            loader.add(number, read_index(shard))
+        except ShardError as error:
+            raise ConfigError(error.what, where=f"{where}, {error.where}", fix=error.fix) from error
+    return loader.finish(tuple(shards))
+
+
+class _SourceReader:
+    """Collects the arrays of a source, shard by shard."""
+
+    def __init__(self, config: SourceConfig, sizes: ModelSizes, tokenizer: Tokenizer) -> None:
+        self.config = config
+        self.sizes = sizes
+        self.tokenizer = tokenizer
+        self.where = f"source {config.name!r}"
+        self.suffix_codes: dict[str, int] = {}
+        self.suffix_counts: Counter[str] = Counter()
+        self.num_found = [0] * len(config.layout.fields)
+        self.num_rows = 0
+        self.parts: list[list[_Columns]] = [[] for _ in config.layout.fields]
+        self.keys: list[pa.Array] = []
+        self.rows: list[npt.NDArray[np.int64]] = []
+        self.unusable: list[tuple[str, str, str]] = []
+        self.damaged: list[tuple[str, str]] = []
+
+    def add(self, number: int, index: ShardIndex) -> None:
+        """Take the usable rows of shard ``number``."""
+        if index.damage:
+            logger.warning("shard %s is damaged (%s); using what is before", index.shard, index.damage)
+            self.damaged.append((index.shard, index.damage))
+        self._check_tokenizer(index)
+        lower = pc.utf8_lower(index.suffixes)
+        self.suffix_counts.update(
+            {item["values"]: item["counts"] for item in pc.value_counts(lower).to_pylist()}
+        )
+        self.num_rows += index.num_samples
+        reasons = np.full(index.num_samples, "", dtype=object)
+        found = [
+            self._find(place, config, index, np.asarray(lower.to_numpy(zero_copy_only=False)), reasons)
+            for place, config in enumerate(self.config.layout.fields)
+        ]
+        sized = [self._size(index, members, reasons) for members in found]
+        kept = np.flatnonzero(reasons == "")
+        for row in np.flatnonzero(reasons != ""):
+            self.unusable.append((index.shard, index.keys[int(row)].as_py(), str(reasons[row])))
+        for parts, columns in zip(self.parts, sized, strict=True):
+            parts.append(_Columns(*(getattr(columns, name)[kept] for name in _Columns.__dataclass_fields__)))
+        self.keys.append(index.keys.take(pa.array(kept)).cast(pa.large_string()))
+        self.rows.append(kept)
+
+    def finish(self, shards: tuple[str, ...]) -> Source:
+        """Return the source, or say why there is none."""
+        for config, num_found in zip(self.config.layout.fields, self.num_found, strict=True):
+            if not num_found and self.num_rows:
+                raise self._no_member(config)
+        shard_sizes = tuple(len(rows) for rows in self.rows)
+        if not sum(shard_sizes):
+            raise self._no_sample(len(shards))
+        if self.unusable:
+            logger.warning(
+                "source %s leaves out %d of %d samples: %s",
+                self.config.name,
+                len(self.unusable),
+                self.num_rows,
+                self._reasons(),
+            )
+        return Source(
+            name=self.config.name,
+            shards=shards,
+            shard_sizes=shard_sizes,
+            unusable=tuple(self.unusable),
+            damaged=tuple(self.damaged),
+            fingerprint=self._fingerprint(shards, shard_sizes),
+            _fields=self.config.layout.fields,
+            _columns=tuple(_concatenate(parts) for parts in self.parts),
+            _suffixes=tuple(self.suffix_codes),
+            _keys=pa.concat_arrays(self.keys),
+            _shard=np.repeat(np.arange(len(shards), dtype=np.int32), shard_sizes),
+            _row=np.concatenate(self.rows),
+        )
+
+    def _check_tokenizer(self, index: ShardIndex) -> None:
+        if self.tokenizer.fingerprint not in index.tokens:
+            raise ConfigError(
+                f"index has no token counts of this run's tokenizer ({self.tokenizer.fingerprint})",
+                where=f"{self.where}, {index.shard}",
+                fix=f"run `omni data index {index.shard} --tokenizer FILE` with the tokenizer of the run",
+            )
+
+    def _find(
+        self,
+        place: int,
+        config: FieldConfig,
+        index: ShardIndex,
+        suffixes: npt.NDArray[Any],
+        reasons: npt.NDArray[Any],
+    ) -> npt.NDArray[np.int64]:
+        """Return int64 [rows]: the member of each row that fills this field, -1 for none."""
+        row_of = np.repeat(np.arange(index.num_samples), np.diff(index.starts))
+        found = np.full(index.num_samples, -1, dtype=np.int64)
+        for suffix in reversed(config.suffixes):
+            members = np.flatnonzero(suffixes == suffix)
+            found[row_of[members]] = members
+        reasons[(found < 0) & (reasons == "")] = f"no member {config.member!r}"
+        self.num_found[place] += int((found >= 0).sum())
+        errors = index.errors.to_numpy(zero_copy_only=False)
+        for row in np.flatnonzero((found >= 0) & (reasons == "")):
+            if error := errors[found[row]]:
+                reasons[row] = f"member {index.suffixes[int(found[row])].as_py()!r}: {error}"
+        return found
+
+    def _size(self, index: ShardIndex, members: npt.NDArray[np.int64], reasons: npt.NDArray[Any]) -> _Columns:
+        """Return the columns of one field; rows that cannot be sized get their reason."""
+        names = index.modalities.to_numpy(zero_copy_only=False)
+        codes = np.array(
+            [-1 if name == OTHER else MODALITIES.index(Modality(name)) for name in names], np.int8
+        )
+        num_samples = len(members)
+        grid = np.zeros((num_samples, 3), dtype=np.int32)
+        num_rows = np.zeros(num_samples, dtype=np.int32)
+        num_tokens = np.zeros(num_samples, dtype=np.int64)
+        modality = np.where(members >= 0, codes[members] if len(codes) else -1, -1).astype(np.int8)
+        for code, kind in enumerate(MODALITIES):
+            rows = np.flatnonzero((modality == code) & (reasons == ""))
+            if kind is Modality.TEXT:
+                counts = index.tokens[self.tokenizer.fingerprint][members[rows]]
+                grid[rows] = np.stack([counts, np.ones_like(counts), np.ones_like(counts)], axis=1)
+                num_tokens[rows] = counts
+            elif len(rows):
+                self._size_media(kind, index, members, rows, grid, num_rows, reasons)
+                num_tokens[rows] = num_rows[rows] + 2
+        spelled = index.suffixes.to_pylist()
+        used = [spelled[member] if member >= 0 else "" for member in members]
+        return _Columns(
+            modality=modality,
+            suffix=np.array([self._suffix_code(suffix) for suffix in used], dtype=np.int16),
+            offset=index.numbers["offset"][members] if len(names) else np.zeros(num_samples, dtype=np.int64),
+            length=index.numbers["length"][members] if len(names) else np.zeros(num_samples, dtype=np.int64),
+            grid=grid,
+            num_rows=num_rows,
+            num_tokens=num_tokens,
+        )
+
+    def _size_media(
+        self,
+        kind: Modality,
+        index: ShardIndex,
+        members: npt.NDArray[np.int64],
+        rows: npt.NDArray[np.int64],
+        grid: npt.NDArray[np.int32],
+        num_rows: npt.NDArray[np.int32],
+        reasons: npt.NDArray[Any],
+    ) -> None:
+        """Fill grid and rows of media; each distinct raw size is worked out once."""
+        names = ("height", "width", "num_frames", "duration_s", "sample_rate", "num_samples")
+        raw = np.stack([index.numbers[name][members[rows]].astype(np.float64) for name in names], axis=1)
+        distinct, inverse = np.unique(raw, axis=0, return_inverse=True)
+        inverse = inverse.reshape(-1)
+        for number, values in enumerate(distinct.tolist()):
+            which = rows[inverse == number]
+            height, width, frames, duration_s, rate, samples = values
+            size = RawSize(int(height), int(width), int(frames), duration_s, int(rate), int(samples))
+            try:
+                patches = media_grid(kind, size, self.sizes)
+                grid[which] = patches
+                num_rows[which] = media_rows(kind, patches, self.sizes)
+            except SampleError as error:
+                reasons[which] = error.what
+
+    def _suffix_code(self, suffix: str) -> int:
+        return self.suffix_codes.setdefault(suffix, len(self.suffix_codes))
+
+    def _reasons(self) -> str:
+        counts = Counter(reason for _, _, reason in self.unusable)
+        return "; ".join(f"{count} x {reason}" for reason, count in counts.most_common(3))
+
+    def _no_member(self, config: FieldConfig) -> ConfigError:
+        counts = ", ".join(
+            f"{name or '(none)'} ({n})" for name, n in self.suffix_counts.most_common(SHOWN_NAMES)
+        )
+        return ConfigError(
+            f"no member {config.member!r} in any sample; the shards hold: {counts or 'nothing'}",
+            where=self.where,
+            fix="name one of these in sources.layout.fields",
+        )
+
+    def _no_sample(self, num_shards: int) -> ConfigError:
+        found = f"{self.num_rows} samples in {num_shards} shards, none of them usable"
+        return ConfigError(
+            f"the source is empty: {found}" + (f" ({self._reasons()})" if self.unusable else ""),
+            where=self.where,
+            fix="see `omni data check`, or take the source out",
+        )
+
+    def _fingerprint(self, shards: tuple[str, ...], shard_sizes: tuple[int, ...]) -> str:
+        content = {
+            "shards": [shard.rpartition("/")[2] for shard in shards],
+            "sizes": shard_sizes,
+            "layout": self.config.layout.model_dump(),
+            "model": self.sizes.model_dump(),
+            "tokenizer": self.tokenizer.fingerprint,
+        }
+        text = json.dumps(content, sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _concatenate(parts: list[_Columns]) -> _Columns:
+    names = _Columns.__dataclass_fields__
+    return _Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))

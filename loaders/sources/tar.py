@@ -1,0 +1,127 @@
+"""Members of a tar shard, found from headers alone: payloads are seeked over, never read.
+
+Reads ustar, GNU long names and PAX headers; directories, links and devices are passed by. A member belongs to
+the sample that its name says, by WebDataset's rule: folder and file name up to the first dot are the key, the
+rest is the suffix. A damaged tar gives every member before the damage, and says where that is.
+"""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO
+
+from loaders.storage import open_range, stat_shard
+from omni_pipeline.core.errors import ShardError
+
+BLOCK_BYTES = 512
+COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+
+
+@dataclass(frozen=True, slots=True)
+class TarMember:
+    """One regular file in a tar: its name, and where its payload lies.
+
+    ``error`` is empty, or says why the payload cannot be read by offset.
+    """
+
+    name: str
+    offset: int
+    length: int
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TarScan:
+    """What the headers of a tar say.
+
+    Args:
+        members: In file order; all of them have their whole payload in the shard.
+        damage: Empty, or what is wrong and at which byte the readable part ends.
+    """
+
+    members: tuple[TarMember, ...]
+    damage: str
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """Return (key, suffix) of a member name; without a dot after its first letter the suffix is empty.
+
+    >>> split_name("train/000.seg.png")
+    ('train/000', 'seg.png')
+    """
+    folder, slash, base = name.rpartition("/")
+    stem, dot, suffix = base.partition(".")
+    if not dot or not stem:
+        return name, ""
+    return f"{folder}{slash}{stem}", suffix
+
+
+def scan_tar(url: str) -> TarScan:
+    """Return the members of the tar at ``url``, as far as it is whole.
+
+    Raises:
+        ShardError: Missing, unreadable, or compressed (then nothing in it has an offset).
+    """
+    size = stat_shard(url).size
+    members: list[TarMember] = []
+    damage = ""
+    with open_range(url, 0, size) as file:
+        _refuse_compressed(file, url)
+        try:
+            for member in _headers(file):
+                if member.offset + member.length > size:
+                    damage = f"cut inside member {member.name!r}, at byte {size}"
+                    break
+                members.append(member)
+        except _DamageError as error:
+            damage = str(error)
+    return TarScan(tuple(members), damage)
+
+
+class _DamageError(Exception):
+    """Reading on is impossible; the text says what and where."""
+
+
+def _headers(file: IO[bytes]) -> Iterator[TarMember]:
+    """Yield regular members; raise ``_DamageError`` where the headers end in anything but the end mark."""
+    offset = 0
+    try:
+        archive = tarfile.open(fileobj=file, mode="r:", encoding="utf-8")  # noqa: SIM115 - owns no file
+        while (info := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # else it keeps every header of the shard
+            offset = archive.offset
+            if info.isreg():
+                yield _member(info)
+        offset = archive.offset
+    except (tarfile.TarError, ValueError, EOFError, OverflowError) as error:
+        raise _DamageError(f"header cannot be read at byte {offset}: {error}") from error
+    # tarfile ends quietly at whatever is no header; only a block of zeros is the end of an archive.
+    file.seek(offset)
+    block = file.read(BLOCK_BYTES)
+    if len(block) < BLOCK_BYTES:
+        raise _DamageError(f"ends without an end mark at byte {offset + len(block)}")
+    if block.strip(b"\0"):
+        raise _DamageError(f"no tar header at byte {offset}")
+
+
+def _member(info: tarfile.TarInfo) -> TarMember:
+    # Names that are no UTF-8 come with surrogates, which neither Arrow nor JSON can hold.
+    name = info.name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+    if info.issparse():
+        return TarMember(name, info.offset_data, 0, error="sparse member: its payload is not in one piece")
+    return TarMember(name, info.offset_data, info.size)
+
+
+def _refuse_compressed(file: io.BufferedReader, url: str) -> None:
+    head = file.read(6)
+    file.seek(0)
+    for magic, kind in COMPRESSED.items():
+        if head.startswith(magic):
+            raise ShardError(
+                f"shard is compressed ({kind}), so its members cannot be read by offset",
+                where=url,
+                fix="unpack it to a plain .tar (media do not shrink anyway)",
+            )
