@@ -73,7 +73,7 @@ class OrderConfig(BaseModel):
     )
     oversize: Literal["drop", "cut"] = Field(
         "drop",
-        description="A sample that fits no pack: drop and record it, or cut the text at its end; never media.",
+        description="A sample too large for a pack: drop and record it, or cut its last text (never media).",
     )
     epochs: int | None = Field(None, ge=1, description="Times that every source is seen; unset: endless.")
 
@@ -163,7 +163,12 @@ class Order:
 
     @property
     def exhausted(self) -> bool:
-        """Whether all of these lanes have given all their samples; never with endless epochs."""
+        """Whether all of these lanes have given all their samples; never with endless epochs.
+
+        Lanes of other groups may still have some: groups must agree before one of them stops.
+        """
+        if self._config.epochs is None:
+            return False
         ever = self._mixture.drawn_from(self._step)
         return all(lane.exhausted(ever) for lane in self._lanes.values())
 

@@ -1,7 +1,7 @@
 """Hypothesis strategies for samples, sources and worlds, and the plain builders that they share.
 
-Sizes obey what the index promises: a media segment takes its rows and two markers, a sample takes its segments
-and one end-of-sample token.
+Sizes obey what the index promises: a media segment takes its rows and two markers, a sample takes its
+segments and one end-of-sample token.
 """
 
 from __future__ import annotations
