@@ -82,6 +82,68 @@ class TransformerShape:
         return FORWARD_AND_BACKWARD * 2 * sum(wide * narrow for wide, narrow in pairs)
 
 
+def vision_shape(
+    *,
+    layers: int,
+    hidden: int,
+    ffn: int,
+    heads: int,
+    patch_values: int,
+    merge: int,
+    window_patches: int,
+    full_attention_layers: int,
+    llm_hidden: int,
+) -> TransformerShape:
+    """Return the shape of a Qwen2.5-style vision encoder with its merger.
+
+    Args:
+        patch_values: Numbers in one patch (channels x temporal patch x patch x patch).
+        merge: Patches per side that the merger joins into one row.
+        window_patches: Side of an attention window, patches; 0 is full.
+    """
+    merged = merge * merge * hidden
+    return TransformerShape(
+        hidden=hidden,
+        layers=layers,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        input_dim=patch_values,
+        output_widths=(merged, merged, llm_hidden),
+        positions_per_row=merge * merge,
+        window=window_patches,
+        full_attention_layers=full_attention_layers,
+    )
+
+
+def audio_shape(
+    *, layers: int, hidden: int, ffn: int, heads: int, num_mels: int, chunk_frames: int, llm_hidden: int
+) -> TransformerShape:
+    """Return the shape of a Whisper-style audio encoder with its projector.
+
+    Its two convolutions (width 3, the second of stride 2) see two mel frames per position.
+
+    Args:
+        num_mels: Mel bands.
+        chunk_frames: Mel frames that attend to each other, even.
+    """
+    return TransformerShape(
+        hidden=hidden,
+        layers=layers,
+        ffn=ffn,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=hidden // heads,
+        gated=False,
+        input_dim=2 * 3 * num_mels + 3 * hidden,
+        output_widths=(hidden, llm_hidden),
+        units_per_position=2,
+        positions_per_row=2,
+        window=chunk_frames // 2,
+    )
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def media_flops(shape: TransformerShape, grid: tuple[int, int, int]) -> int:
     """Return the operations, forward and backward, of one media segment.
@@ -100,7 +162,7 @@ def media_flops(shape: TransformerShape, grid: tuple[int, int, int]) -> int:
     else:
         pairs = shape.layers * full
     positions = frames * rows * columns
-    num_rows = -(-positions // shape.positions_per_row)
+    num_rows = positions // shape.positions_per_row
     return (
         shape.flops_per_pair * pairs + shape.flops_per_position * positions + shape.flops_per_row * num_rows
     )
