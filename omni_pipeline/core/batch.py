@@ -86,7 +86,10 @@ class Batch:
             the group before it trains.
         state: Loader state *after* this batch: a fresh loader with it yields the next batch.
         num_bytes: Size of the arrays.
-        timings: Seconds spent on it, by stage (``plan_s``, ``fetch_s``, ``decode_s``).
+        timings: Seconds spent on it, by stage (``plan_s``, ``fetch_s``, ``decode_s``, ``assemble_s``; summed
+            over workers), and ``wait_s`` that the consumer waited for it.
+        exhausted: Its group has no samples left and this batch holds none. Only when every group says so
+            may a run stop: a group sees its own lanes only.
     """
 
     plan: StepPlan
@@ -95,3 +98,4 @@ class Batch:
     state: dict[str, Any] = field(repr=False)
     num_bytes: int
     timings: dict[str, float]
+    exhausted: bool = False

@@ -1,0 +1,349 @@
+"""One step on one rank: plan it, ask for its pieces, lay them out. The loader's work, without its threads.
+
+``StepPlanner`` decides and submits; ``StepAssembler`` waits and builds. Both are called once per step and in
+step order. Free of torch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from loaders.assemble import (
+    Array,
+    ModelInputs,
+    Piece,
+    assemble_microbatch,
+    misfit,
+    pieces_of,
+    planned_bytes,
+    segment_of,
+)
+from loaders.budget import ByteBudget
+from loaders.decode.segment import DecodeRequest
+from loaders.packing import Dropped
+from loaders.quarantine import ErrorBudget, Quarantine, QuarantineRecord
+from loaders.workers import Decoded, Decoder, Failure
+from omni_pipeline.core.batch import Batch, MicroBatch
+from omni_pipeline.core.plan import Pack, Planner, StepPlan
+from omni_pipeline.core.sample import Sample, SampleId, Segment
+from omni_pipeline.core.topology import Topology
+
+
+class PackOrder(Protocol):
+    """Gives the packs of one group's lanes; ``loaders.order.Order`` is the one in use."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all of its lanes have given all their samples."""
+        ...
+
+    def next_step(self, step: int) -> Sequence[Pack]:
+        """Return the packs of ``step``, by lane then number."""
+        ...
+
+    def drain_dropped(self) -> Sequence[Dropped]:
+        """Return the samples that fit no pack, met since the last call."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state by lane; shares nothing with this object."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that has at least these lanes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a loader runs: one rank of a layout."""
+
+    topology: Topology
+    rank: int
+
+    @property
+    def group(self) -> int:
+        """Group that it balances with."""
+        return self.topology.group_of(self.rank)
+
+    @property
+    def replica(self) -> int:
+        """Replica that it is part of."""
+        return self.topology.replica_of(self.rank)
+
+    @property
+    def leads_group(self) -> bool:
+        """Whether it writes what all members of the group see alike."""
+        return self.rank == self.topology.ranks_of_group(self.group)[0]
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether it needs tokens or labels: the first pipeline stage embeds, the last has the loss."""
+        ranks = self.topology.ranks_of_replica(self.replica)
+        return self.rank in (
+            *self.topology.row_owners(self.replica),
+            *ranks[-len(ranks) // self.topology.pp :],
+        )
+
+
+@dataclass(slots=True)
+class PlannedStep:
+    """A step on its way: its plan and what was asked for.
+
+    Args:
+        plan: Plan of the group.
+        pieces: What this rank fetches, by microbatch.
+        futures: By piece; pieces of samples that are known to fail have none.
+        known: Samples that failed when this step ran before.
+        state: Loader state after this step.
+        exhausted: As in ``Batch``.
+        num_bytes: Planned, and held in the budget.
+        plan_s: Seconds of planning.
+    """
+
+    plan: StepPlan
+    pieces: tuple[tuple[Piece, ...], ...]
+    futures: dict[Piece, Future[Decoded]]
+    known: frozenset[SampleId]
+    state: dict[str, Any] = field(repr=False)
+    exhausted: bool
+    num_bytes: int
+    plan_s: float
+
+
+class StepPlanner:
+    """Makes the next step's plan, waits for its bytes in the budget, submits its pieces.
+
+    Args:
+        order: Packs of the group's lanes.
+        planner: Makes the plans.
+        place: Layout and rank.
+        model: What the model reads.
+        decoder: Takes the pieces.
+        budget: Bounds the bytes of all steps in flight.
+        quarantine: Knows earlier failures, takes dropped samples.
+        step: The first step.
+        state_of: Makes the loader's state of (next step, state of the lanes).
+    """
+
+    def __init__(
+        self,
+        order: PackOrder,
+        *,
+        planner: Planner,
+        place: Place,
+        model: ModelInputs,
+        decoder: Decoder,
+        budget: ByteBudget,
+        quarantine: Quarantine,
+        step: int,
+        state_of: Callable[[int, dict[str, Any]], dict[str, Any]],
+    ) -> None:
+        self._order = order
+        self._planner = planner
+        self._place = place
+        self._model = model
+        self._decoder = decoder
+        self._budget = budget
+        self._quarantine = quarantine
+        self._step = step
+        self._state_of = state_of
+
+    def next_step(self) -> PlannedStep | None:
+        """Return the next step, or None when the budget was closed."""
+        begin = time.monotonic()
+        packs = self._order.next_step(self._step)
+        plan = self._planner.plan(packs, step=self._step, group=self._place.group)
+        state = self._state_of(self._step + 1, self._order.state_dict())
+        self._record_dropped()
+        rank, replica = self._place.rank, self._place.replica
+        pieces = tuple(
+            pieces_of(
+                plan, microbatch=microbatch, rank=rank, replica=replica, with_text=self._place.reads_text
+            )
+            for microbatch in range(plan.num_microbatches)
+        )
+        num_bytes = planned_bytes(plan, rank=rank, replica=replica, model=self._model)
+        plan_s = time.monotonic() - begin
+        if not self._budget.acquire(num_bytes):
+            return None
+        known = self._quarantine.known(self._step)
+        self._step += 1
+        return PlannedStep(
+            plan=plan,
+            pieces=pieces,
+            futures=self._submit(plan, pieces, known),
+            known=known,
+            state=state,
+            exhausted=self._order.exhausted and not any(pack.samples for pack in packs),
+            num_bytes=num_bytes,
+            plan_s=plan_s,
+        )
+
+    def _submit(
+        self, plan: StepPlan, pieces: Sequence[Sequence[Piece]], known: frozenset[SampleId]
+    ) -> dict[Piece, Future[Decoded]]:
+        futures: dict[Piece, Future[Decoded]] = {}
+        for piece in (piece for of_microbatch in pieces for piece in of_microbatch):
+            sample, segment = segment_of(plan, piece)
+            if sample.id not in known:
+                futures[piece] = self._decoder.submit(_request(sample, segment))
+        return futures
+
+    def _record_dropped(self) -> None:
+        dropped = self._order.drain_dropped()
+        if not self._place.leads_group:
+            return
+        for item in dropped:
+            self._quarantine.add(
+                QuarantineRecord(
+                    step=self._step,
+                    source=item.id.source,
+                    shard=item.shard,
+                    shard_index=item.id.shard,
+                    row=item.id.row,
+                    key=item.key,
+                    member="",
+                    offset=0,
+                    length=0,
+                    stage="plan",
+                    reason=item.reason,
+                    rank=self._place.rank,
+                )
+            )
+
+
+class StepAssembler:
+    """Waits for the pieces of a step, sorts out what failed, and builds the batch.
+
+    Args:
+        planner: Makes this rank's part of the exchange.
+        place: Layout and rank.
+        model: What the model reads.
+        quarantine: Takes the failures.
+        max_bad_fraction: Error budget of each source.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        *,
+        place: Place,
+        model: ModelInputs,
+        quarantine: Quarantine,
+        max_bad_fraction: float,
+    ) -> None:
+        self._planner = planner
+        self._place = place
+        self._model = model
+        self._quarantine = quarantine
+        self._budget = ErrorBudget(max_bad_fraction, rank=place.rank)
+
+    def build(self, step: PlannedStep) -> Batch:
+        """Return the batch of ``step``; all its microbatches are decoded.
+
+        Raises:
+            DataError: A source is past its error budget.
+            WorkerError: The decode workers have ended.
+        """
+        arrays, failures, timings = self._collect(step)
+        begin = time.monotonic()
+        handled = {segment_of(step.plan, piece)[0].id for pieces in step.pieces for piece in pieces}
+        failed = (step.known & handled) | self._record(step.plan, failures)
+        self._budget.count(handled, failed=failed)
+        microbatches = tuple(
+            self._assemble(step, microbatch, arrays=arrays, failed=failed)
+            for microbatch in range(step.plan.num_microbatches)
+        )
+        return Batch(
+            plan=step.plan,
+            microbatches=microbatches,
+            failed=failed,
+            state=step.state,
+            num_bytes=step.num_bytes,
+            timings={**timings, "plan_s": step.plan_s, "assemble_s": time.monotonic() - begin},
+            exhausted=step.exhausted,
+        )
+
+    def _collect(
+        self, step: PlannedStep
+    ) -> tuple[dict[Piece, Array], dict[Piece, Failure], dict[str, float]]:
+        arrays: dict[Piece, Array] = {}
+        failures: dict[Piece, Failure] = {}
+        timings = {"fetch_s": 0.0, "decode_s": 0.0}
+        # Popped, so that an array is not kept by its future after it was copied.
+        while step.futures:
+            piece = next(iter(step.futures))
+            # Ends without a timeout here: the pool bounds every job, and fails all of them when it ends.
+            decoded = step.futures.pop(piece).result()
+            timings["fetch_s"] += decoded.fetch_s
+            timings["decode_s"] += decoded.decode_s
+            failure = decoded.failure
+            if failure is None and decoded.array is not None:
+                reason = misfit(segment_of(step.plan, piece)[1], decoded.array, model=self._model)
+                failure = Failure("assemble", reason) if reason else None
+                arrays[piece] = decoded.array
+            if failure is not None:
+                failures[piece] = failure
+        return arrays, failures, timings
+
+    def _record(self, plan: StepPlan, failures: Mapping[Piece, Failure]) -> frozenset[SampleId]:
+        """Write one record per failed sample; return their ids."""
+        failed: set[SampleId] = set()
+        for piece, failure in failures.items():
+            sample, segment = segment_of(plan, piece)
+            if sample.id in failed:
+                continue
+            failed.add(sample.id)
+            self._quarantine.add(
+                QuarantineRecord(
+                    step=plan.step,
+                    source=sample.id.source,
+                    shard=sample.shard,
+                    shard_index=sample.id.shard,
+                    row=sample.id.row,
+                    key=sample.key,
+                    member=segment.member,
+                    offset=segment.offset,
+                    length=segment.length,
+                    stage=failure.stage,
+                    reason=failure.reason,
+                    rank=self._place.rank,
+                )
+            )
+        return frozenset(failed)
+
+    def _assemble(
+        self, step: PlannedStep, microbatch: int, *, arrays: dict[Piece, Array], failed: frozenset[SampleId]
+    ) -> MicroBatch:
+        rank = self._place.rank
+        built = assemble_microbatch(
+            step.plan,
+            self._planner.reshard(step.plan, microbatch=microbatch, rank=rank),
+            microbatch=microbatch,
+            rank=rank,
+            replica=self._place.replica,
+            arrays=arrays,
+            failed=failed,
+            model=self._model,
+        )
+        for piece in step.pieces[microbatch]:
+            arrays.pop(piece, None)
+        return built
+
+
+def _request(sample: Sample, segment: Segment) -> DecodeRequest:
+    shard = sample.shard.rpartition("/")[2]
+    return DecodeRequest(
+        url=sample.shard,
+        offset=segment.offset,
+        length=segment.length,
+        modality=segment.modality,
+        member=segment.member,
+        grid=segment.grid,
+        where=f"source {sample.id.source!r}, {shard}, member {segment.member}",
+    )
