@@ -1,7 +1,7 @@
 """The files of a run and how to read them: one place that knows their names.
 
 ``metrics.jsonl`` (one object per step), ``quarantine.jsonl``, ``events.jsonl`` (what happened to the run),
-``checkpoints/``, ``run.toml.json`` (resolved settings), ``summary.json``, ``gallery.json``, ``report.html``.
+``checkpoints/``, ``settings.json`` (resolved), ``summary.json``, ``gallery.json``, ``report.html``.
 """
 
 from __future__ import annotations
@@ -43,6 +43,11 @@ class RunDir:
     def settings_path(self) -> Path:
         """The resolved settings."""
         return self.path / "settings.json"
+
+    @property
+    def gallery_path(self) -> Path:
+        """Media of some packs, for the report."""
+        return self.path / "gallery.json"
 
     @property
     def checkpoints(self) -> Path:

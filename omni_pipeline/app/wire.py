@@ -1,0 +1,223 @@
+"""Settings to objects: the one place where loaders, balancer and trainer meet.
+
+Everything here is free of torch but ``build_loader`` (which imports it late), so plans, checks and reports
+start quickly and need no device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from balancer.cost import CostModel, TransformerShape
+from balancer.planner import GroupPlanner
+from balancer.reorder import lanes_of_group
+from loaders.decode.text import Tokenizer, load_tokenizer
+from loaders.order import Order, OrderConfig
+from loaders.source import Source, SourceConfig, open_source
+from omni_pipeline.app.run_config import ENCODERS, RunConfig
+from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.topology import Topology
+from trainer.config import ModelConfig
+
+ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
+# Sections that may differ between members and between a run and its resumption.
+LOCAL_SECTIONS = ("loader", "checkpoint")
+
+
+@dataclass(frozen=True)
+class Stream:
+    """One ordered stream of samples: sources, how they are packed, and their weights.
+
+    Args:
+        order: Settings of the order.
+        sources: Opened sources.
+        weights: By source name.
+        seed: Seed of the order.
+    """
+
+    order: OrderConfig
+    sources: tuple[Source, ...]
+    weights: dict[str, Any]
+    seed: int
+
+    def order_of_group(self, group: int, topology: Topology) -> Order:
+        """Return the order of the lanes that ``group`` owns."""
+        return Order(
+            self.order,
+            sources=self.sources,
+            weights=self.weights,
+            seed=self.seed,
+            lanes=lanes_of_group(group, self.order.lanes, topology),
+        )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a saved loader state to fit."""
+        return {
+            "seed": self.seed,
+            "order": self.order.model_dump(mode="json"),
+            "sources": {source.name: source.fingerprint for source in self.sources},
+        }
+
+
+def build_topology(config: RunConfig, *, world_size: int, ranks_per_node: int) -> Topology:
+    """Return the layout of the run.
+
+    Raises:
+        ConfigError: Groups do not divide the replicas.
+    """
+    size = config.balance.replicas_per_group(
+        world_size=world_size, ranks_per_node=ranks_per_node, tp=1, cp=1, pp=1
+    )
+    return Topology(world_size, replicas_per_group=size)
+
+
+def build_tokenizer(config: RunConfig) -> Tokenizer:
+    """Return the run's tokenizer.
+
+    Raises:
+        ConfigError: No such file, or it has more tokens than the model's table.
+    """
+    tokenizer = load_tokenizer(config.tokenizer.path)
+    if tokenizer.vocab_size > config.model.llm.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.model.llm.vocab_size}",
+            fix=f"set model.llm.vocab_size = {tokenizer.vocab_size}",
+        )
+    return tokenizer
+
+
+def training_stream(config: RunConfig, tokenizer: Tokenizer) -> Stream:
+    """Open the run's sources.
+
+    Raises:
+        ConfigError: A source is missing, empty, or without an index.
+    """
+    return _stream(config, config.sources, tokenizer, order=config.order)
+
+
+def held_out_stream(config: RunConfig, source: SourceConfig, tokenizer: Tokenizer) -> Stream:
+    """Open one held-out source, to be seen exactly once."""
+    return _stream(config, [source], tokenizer, order=config.order.model_copy(update={"epochs": 1}))
+
+
+def build_planner(config: RunConfig, topology: Topology) -> GroupPlanner:
+    """Return the planner of the run."""
+    return GroupPlanner(
+        topology,
+        cost_model=cost_model(config),
+        config=config.balance,
+        num_lanes=config.order.lanes,
+        packs_per_step=config.order.packs_per_step,
+        encoders=ENCODERS,
+    )
+
+
+def cost_model(config: RunConfig) -> CostModel:
+    """Return the analytic costs of the run's model at the rates of ``balance``."""
+    return CostModel(
+        encoders={"vision": _vision_shape(config.model), "audio": _audio_shape(config.model)},
+        llm=_llm_shape(config.model),
+        encoder_of=ENCODER_OF,
+        flops_per_s=config.balance.flops_per_s,
+        bytes_per_s=config.balance.bytes_per_s,
+        latency_s=config.balance.latency_s,
+    )
+
+
+def check_run(config: RunConfig, *, world_size: int) -> None:
+    """Open all that needs no device, so that wrong settings and data are told once, before ranks start.
+
+    Raises:
+        ConfigError: As the functions above.
+    """
+    topology = build_topology(config, world_size=world_size, ranks_per_node=world_size)
+    tokenizer = build_tokenizer(config)
+    build_planner(config, topology)
+    stream = training_stream(config, tokenizer)
+    for group in range(topology.num_groups):
+        stream.order_of_group(group, topology)
+    for source in config.evaluation.sources:
+        held_out_stream(config, source, tokenizer)
+    for name, part in {"llm": config.llm, **config.encoders}.items():
+        shard = part.parallel.dp_shard
+        if shard > 0 and world_size % shard:
+            prefix = name if name == "llm" else f"encoders.{name}"
+            raise ConfigError(
+                f"setting '{prefix}.parallel.dp_shard': {shard} does not divide the world size {world_size}",
+                fix="choose a divisor of the number of ranks, or -1 for all of them",
+            )
+
+
+def section_digests(config: RunConfig) -> dict[str, str]:
+    """Return a digest of every section that must be equal on all ranks, by name."""
+    data = config.model_dump(mode="json")
+    return {
+        name: hashlib.blake2b(json.dumps(section, sort_keys=True).encode(), digest_size=8).hexdigest()
+        for name, section in data.items()
+        if name not in LOCAL_SECTIONS
+    }
+
+
+def _stream(
+    config: RunConfig, sources: Sequence[SourceConfig], tokenizer: Tokenizer, *, order: OrderConfig
+) -> Stream:
+    opened = tuple(open_source(source, sizes=config.model.sizes, tokenizer=tokenizer) for source in sources)
+    weights = {source.name: source.weight for source in sources}
+    return Stream(order=order, sources=opened, weights=weights, seed=config.run.seed)
+
+
+def _vision_shape(model: ModelConfig) -> TransformerShape:
+    vision, sizes = model.vision, model.sizes.vision
+    merged = vision.hidden * sizes.merge**2
+    return TransformerShape(
+        hidden=vision.hidden,
+        layers=vision.layers,
+        ffn=vision.intermediate,
+        heads=vision.heads,
+        kv_heads=vision.heads,
+        head_dim=vision.hidden // vision.heads,
+        input_dim=model.patch_values,
+        output_widths=(merged, merged, model.llm.hidden),
+        positions_per_row=sizes.merge**2,
+        window=vision.window // sizes.patch,
+        full_attention_layers=len(vision.full_attention_layers),
+    )
+
+
+def _audio_shape(model: ModelConfig) -> TransformerShape:
+    """One position is two mel frames: two outputs of the first convolution, one of the second."""
+    audio = model.audio
+    return TransformerShape(
+        hidden=audio.hidden,
+        layers=audio.layers,
+        ffn=audio.intermediate,
+        heads=audio.heads,
+        kv_heads=audio.heads,
+        head_dim=audio.hidden // audio.heads,
+        gated=False,
+        input_dim=2 * 3 * model.sizes.audio.num_mels + 3 * audio.hidden,
+        output_widths=(audio.hidden, model.llm.hidden),
+        units_per_position=2,
+        positions_per_row=2,
+        window=audio.chunk // 2,
+    )
+
+
+def _llm_shape(model: ModelConfig) -> TransformerShape:
+    llm = model.llm
+    return TransformerShape(
+        hidden=llm.hidden,
+        layers=llm.layers,
+        ffn=llm.intermediate,
+        heads=llm.heads,
+        kv_heads=llm.kv_heads,
+        head_dim=llm.head_dim,
+        causal=True,
+        output_widths=(llm.hidden, llm.padded_vocab),
+    )

@@ -1,0 +1,165 @@
+"""``omni data``: raw media to indexed shards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from loaders.index import IndexReport
+
+SHOWN_PROBLEMS = 10
+
+
+@click.group()
+def command() -> None:
+    """Prepare shards from raw media, and index shards that exist.
+
+    Example: omni data prepare photos/ --out shards/
+    """
+
+
+@command.command()
+@click.argument("inputs", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Folder for the shards.")
+@click.option("--name", default="data", show_default=True, help="Shards are NAME-000000.tar and so on.")
+@click.option(
+    "--max-count", type=click.IntRange(1), default=10_000, show_default=True, help="Samples a shard."
+)
+@click.option(
+    "--max-mb", type=click.FloatRange(0, min_open=True), default=1000.0, show_default=True, help="MB a shard."
+)
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to count tokens with.")
+@click.option("--workers", type=click.IntRange(0), default=2, show_default=True, help="Indexing processes.")
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
+def prepare(
+    inputs: tuple[Path, ...],
+    out: Path,
+    name: str,
+    max_count: int,
+    max_mb: float,
+    tokenizer: Path | None,
+    workers: int,
+    as_json: bool,
+) -> None:
+    """Turn folders or JSONL manifests (INPUTS) into WebDataset tar shards, and index them.
+
+    In a folder, files with the same name up to the first dot make a sample: 1.jpg and 1.txt. A manifest has one
+    object per line, from member suffix to a media path (relative to the manifest) or to text:
+    {"jpg": "photos/1.jpg", "txt": "A red barn."}.
+
+    Example: omni data prepare photos/ --out shards/ --name photos --max-count 1000
+    """
+    from dataclasses import asdict
+
+    from loaders.prepare import prepare as prepare_shards
+
+    with progress_bar("preparing") as advance:
+        made = prepare_shards(
+            inputs,
+            out,
+            name=name,
+            max_count=max_count,
+            max_bytes=round(max_mb * 1e6),
+            tokenizer_path=tokenizer,
+            num_workers=workers,
+            progress=advance,
+        )
+    if as_json:
+        click.echo(json.dumps(asdict(made), default=str))
+        return
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(made.num_by_modality.items()))
+    click.echo(
+        f"{made.num_samples} samples ({kinds}), {made.num_bytes / 1e6:.1f} MB in {len(made.shards)} shards: {out}"
+    )
+    _echo_problems([f"{place}: {reason}" for place, reason in made.skipped], "left out")
+
+
+@command.command()
+@click.argument("shards", nargs=-1, required=True)
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to count tokens with.")
+@click.option("--workers", type=click.IntRange(0), default=2, show_default=True, help="Processes.")
+@click.option("--force", is_flag=True, help="Index unchanged shards too.")
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
+def index(shards: tuple[str, ...], tokenizer: Path | None, workers: int, force: bool, as_json: bool) -> None:
+    """Index existing tar SHARDS (paths, patterns, URLs) from headers only; unchanged ones are passed by.
+
+    Exits 1 if a shard could not be indexed.
+
+    Example: omni data index 'shards/photos-{000000..000003}.tar'
+    """
+    from loaders.index import index_shards
+    from loaders.storage import expand_shards
+
+    found = expand_shards(shards)
+    with progress_bar("indexing") as advance:
+        done = 0
+
+        def on_report(report: IndexReport) -> None:
+            nonlocal done
+            done += 1
+            advance(done, len(found))
+
+        reports = index_shards(
+            found, tokenizer_path=tokenizer, num_workers=workers, force=force, progress=on_report
+        )
+    bad = [f"{report.shard}, {member}: {reason}" for report in reports for member, reason in report.bad]
+    broken = [f"{report.shard}: {report.error}" for report in reports if report.error]
+    cut = [f"{report.shard}: {report.damage}" for report in reports if report.damage]
+    summary = {
+        "shards": len(reports),
+        "unchanged": sum(report.is_unchanged for report in reports),
+        "samples": sum(report.num_samples for report in reports),
+        "bad_members": len(bad),
+        "damaged_shards": len(cut),
+        "failed_shards": len(broken),
+    }
+    if as_json:
+        click.echo(json.dumps(summary))
+    else:
+        click.echo(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in summary.items()))
+        _echo_problems(bad, "bad members")
+        _echo_problems(cut, "damaged shards")
+        _echo_problems(broken, "without index")
+    if broken:
+        click.get_current_context().exit(1)
+
+
+class progress_bar:  # noqa: N801 (used as a context manager)
+    """A progress bar on a terminal, nothing on a pipe; gives ``advance(done, total)``."""
+
+    def __init__(self, what: str) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        console = Console(stderr=True)
+        self._bar = Progress(
+            TextColumn(what),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+
+    def __enter__(self) -> Callable[[int, int], None]:
+        self._bar.start()
+        task = self._bar.add_task("", total=None)
+        return lambda done, total: self._bar.update(task, completed=done, total=total)
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+
+def _echo_problems(problems: list[str], title: str) -> None:
+    if not problems:
+        return
+    click.echo(f"{len(problems)} {title}:")
+    for problem in problems[:SHOWN_PROBLEMS]:
+        click.echo(f"  {problem}")
+    if len(problems) > SHOWN_PROBLEMS:
+        click.echo(f"  and {len(problems) - SHOWN_PROBLEMS} more")
