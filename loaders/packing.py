@@ -19,6 +19,7 @@ from typing import Literal
 from omni_pipeline.core.sample import Modality, Sample, SampleId
 
 UNLIMITED = 1 << 62
+_TEXT, _AUDIO = Modality.TEXT, Modality.AUDIO
 _ARRIVAL_BITS = 48
 _LAST_ARRIVAL = (1 << _ARRIVAL_BITS) - 1
 
@@ -66,34 +67,45 @@ def media_units(sample: Sample) -> tuple[int, int]:
     patches = mel_frames = 0
     for segment in sample.segments:
         modality = segment.modality
-        if modality is Modality.TEXT:
+        if modality is _TEXT:
             continue
         first, second, third = segment.grid
-        if modality is Modality.AUDIO:
+        if modality is _AUDIO:
             mel_frames += first * second * third
         else:
             patches += first * second * third
     return patches, mel_frames
 
 
-def admit(sample: Sample, budgets: Budgets, *, oversize: Literal["drop", "cut"]) -> tuple[Sample, str]:
-    """Return the sample as a pack may hold it, and an empty reason; or, unchanged, the reason to drop it."""
+def admit(
+    sample: Sample, budgets: Budgets, *, oversize: Literal["drop", "cut"], source: int, position: int
+) -> Entry | str:
+    """Return the sample as a pack may hold it, or the reason to drop it.
+
+    Args:
+        sample: As drawn.
+        budgets: Of one pack.
+        oversize: What to do with too many tokens; too many patches or mel frames always drop the sample.
+        source: Index of the source it was drawn from.
+        position: Position it was drawn at.
+    """
     patches, mel_frames = media_units(sample)
+    tokens = sample.num_tokens
     if patches > budgets.patches:
-        return sample, f"{patches} patches, limit {budgets.patches} (order.max_patches)"
+        return f"{patches} patches, limit {budgets.patches} (order.max_patches)"
     if mel_frames > budgets.mel_frames:
-        return sample, f"{mel_frames} mel frames, limit {budgets.mel_frames} (order.max_mel_frames)"
-    if sample.num_tokens < 1:
-        return sample, "no tokens"
-    if sample.num_tokens <= budgets.tokens:
-        return sample, ""
-    reason = f"{sample.num_tokens} tokens, limit {budgets.tokens} (order.seq_len)"
-    if oversize == "drop":
-        return sample, reason
-    shorter = cut_text(sample, max_tokens=budgets.tokens)
-    if shorter is None:
-        return sample, f"{reason}; no text at its end that could be cut"
-    return shorter, ""
+        return f"{mel_frames} mel frames, limit {budgets.mel_frames} (order.max_mel_frames)"
+    if tokens < 1:
+        return "no tokens"
+    if tokens > budgets.tokens:
+        reason = f"{tokens} tokens, limit {budgets.tokens} (order.seq_len)"
+        if oversize == "drop":
+            return reason
+        shorter = cut_text(sample, max_tokens=budgets.tokens)
+        if shorter is None:
+            return f"{reason}; no text at its end that could be cut"
+        sample, tokens = shorter, budgets.tokens
+    return Entry(source, position, sample, tokens, patches, mel_frames)
 
 
 def cut_text(sample: Sample, *, max_tokens: int) -> Sample | None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaders.packing import Budgets, Entry, PackBuffer, admit, cut_text, media_units
-from omni_pipeline.core.sample import Modality, Sample
+from omni_pipeline.core.sample import Modality, Sample, Segment
 from tests.support.strategies import make_sample, media_segment, sample_lists, samples, text_segment
 
 FAST = settings(deadline=None, max_examples=60)
@@ -20,6 +20,10 @@ BUDGETS = Budgets(tokens=500, patches=600, mel_frames=700)
 def entry(sample: Sample, position: int) -> Entry:
     patches, mel_frames = media_units(sample)
     return Entry(0, position, sample, sample.num_tokens, patches, mel_frames)
+
+
+def admitted_as(sample: Sample, budgets: Budgets, *, oversize: str) -> Entry | str:
+    return admit(sample, budgets, oversize="cut" if oversize == "cut" else "drop", source=0, position=0)
 
 
 def entries(tokens: Iterable[int], patches: Iterable[int] = ()) -> list[Entry]:
@@ -51,10 +55,10 @@ def positions(packs: list[list[Entry]]) -> list[list[int]]:
 def test_budgets_are_kept_and_every_sample_is_in_one_pack_or_dropped(
     drawn: list[Sample], look_ahead: int, oversize: str
 ) -> None:
-    admitted = [admit(sample, BUDGETS, oversize="cut" if oversize == "cut" else "drop") for sample in drawn]
-    kept = [sample for sample, reason in admitted if not reason]
-    dropped = [sample for sample, reason in admitted if reason]
-    packs = all_packs([entry(sample, i) for i, sample in enumerate(kept)], BUDGETS, look_ahead)
+    admitted = [admitted_as(sample, BUDGETS, oversize=oversize) for sample in drawn]
+    kept = [found for found in admitted if isinstance(found, Entry)]
+    dropped = [sample for sample, found in zip(drawn, admitted, strict=True) if isinstance(found, str)]
+    packs = all_packs(kept, BUDGETS, look_ahead)
     packed = [item.sample for pack in packs for item in pack]
     for pack in packs:
         assert sum(item.sample.num_tokens for item in pack) <= BUDGETS.tokens
@@ -62,7 +66,7 @@ def test_budgets_are_kept_and_every_sample_is_in_one_pack_or_dropped(
         assert sum(media_units(item.sample)[1] for item in pack) <= BUDGETS.mel_frames
     counts = Counter(sample.id for sample in packed) + Counter(sample.id for sample in dropped)
     assert counts == Counter(sample.id for sample in drawn)
-    assert sorted(packed, key=lambda sample: sample.id) == kept
+    assert sorted(packed, key=lambda sample: sample.id) == [found.sample for found in kept]
 
 
 @FAST
@@ -145,19 +149,21 @@ def test_media_units_adds_images_and_videos_and_counts_audio_apart() -> None:
         ([text_segment(500)], "501 tokens, limit 500 (order.seq_len)"),
     ],
 )
-def test_an_oversize_sample_is_dropped_with_value_limit_and_setting(segments: list, reason: str) -> None:  # type: ignore[type-arg]
+def test_an_oversize_sample_is_dropped_with_value_limit_and_setting(
+    segments: list[Segment], reason: str
+) -> None:
     sample = make_sample(segments)
-    assert admit(sample, BUDGETS, oversize="drop") == (sample, reason)
+    assert admitted_as(sample, BUDGETS, oversize="drop") == reason
 
 
 def test_a_sample_of_exactly_the_budget_is_kept_whole() -> None:
     sample = make_sample([text_segment(499)])
-    assert admit(sample, BUDGETS, oversize="drop") == (sample, "")
+    assert admitted_as(sample, BUDGETS, oversize="drop") == entry(sample, 0)
 
 
 def test_a_sample_without_tokens_is_dropped() -> None:
     empty = Sample(make_sample([]).id, "key", "shard", (), num_tokens=0, num_labels=0)
-    assert admit(empty, BUDGETS, oversize="cut")[1] == "no tokens"
+    assert admitted_as(empty, BUDGETS, oversize="cut") == "no tokens"
 
 
 @FAST
@@ -187,6 +193,6 @@ def test_cut_never_reaches_into_media() -> None:
     budgets = Budgets(tokens=100)
     for parts in ([text_segment(9), picture], [picture, text_segment(9)]):
         sample = make_sample(parts)
-        same, reason = admit(sample, budgets, oversize="cut")
-        assert same is sample
+        reason = admitted_as(sample, budgets, oversize="cut")
+        assert isinstance(reason, str)
         assert reason.endswith("limit 100 (order.seq_len); no text at its end that could be cut")
