@@ -3,8 +3,8 @@
 Ranks meet at every microbatch, so the time of a step is the sum over microbatches of the largest load. For
 packs (one per replica and microbatch) that sum has an exact optimum: sort by cost, and let each microbatch
 take the next run of packs. Media go to any rank of the group. Their start is home, the first rank that owns
-positions of their pack; a move must pay: of home, a repair of home, and a free assignment the one wins whose
-makespan plus exchange is shortest.
+positions of their pack; a move must pay: of home, a repair of home, a repair of the owners of the rows, and a
+free assignment the one wins whose makespan plus exchange is shortest.
 
 Everything here is plain numbers. Ranks and replicas are numbered within their group, from 0.
 """
@@ -130,7 +130,11 @@ def place_media(load: MediaLoad, transfer: TransferTime) -> IntArray:
     if home_makespan <= lower_bound(load.costs, load.num_members):
         return best
     best_time = home_makespan + exchange_time(load, best, transfer)
-    for members in (_repair_home(load), _near_owners(load, balance(load.costs, load.num_members))):
+    owners = main_owners(load)
+    candidates = [_repair(load, load.home), _near_owners(load, balance(load.costs, load.num_members))]
+    if not np.array_equal(owners, load.home):
+        candidates.append(_repair(load, owners))
+    for members in candidates:
         reached = makespan(load.costs, members, load.num_members)
         time = reached + exchange_time(load, members, transfer)
         if reached <= home_makespan and time < best_time:
@@ -138,16 +142,25 @@ def place_media(load: MediaLoad, transfer: TransferTime) -> IntArray:
     return best
 
 
-def _repair_home(load: MediaLoad) -> IntArray:
-    """Leave at home what fits under the least possible makespan, longest first; assign the rest by LPT."""
+def main_owners(load: MediaLoad) -> IntArray:
+    """Return the member that owns most rows of each segment, int64 [n]; home for one without rows."""
+    order = np.lexsort((load.piece_owner, -load.piece_rows, load.piece_item))
+    items, first = np.unique(load.piece_item[order], return_index=True)
+    owners = load.home.copy()
+    owners[items] = load.piece_owner[order[first]]
+    return owners
+
+
+def _repair(load: MediaLoad, start: IntArray) -> IntArray:
+    """Leave at ``start`` what fits under the least possible makespan, longest first; the rest goes by LPT."""
     limit = lower_bound(load.costs, load.num_members)
-    members = load.home.copy()
+    members = start.copy()
     kept = np.zeros(load.num_members)
     evicted: list[int] = []
     for item in np.argsort(-load.costs, kind="stable").tolist():
-        home = load.home[item]
-        if kept[home] + load.costs[item] <= limit:
-            kept[home] += load.costs[item]
+        member = start[item]
+        if kept[member] + load.costs[item] <= limit:
+            kept[member] += load.costs[item]
         else:
             evicted.append(item)
     members[evicted] = lpt(load.costs[evicted], load.num_members, loads=kept)

@@ -1,0 +1,59 @@
+"""Plans as rows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+
+from balancer.report import moved_fraction, pack_rows, rank_rows
+from omni_pipeline.core.plan import Pack
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.topology import Topology
+from tests.balancer.worlds import Step, cost_model, steps
+from tests.support.strategies import make_sample, media_segment, text_segment
+
+
+def test_rows_of_packs_name_their_samples_and_show_empty_places() -> None:
+    image = media_segment(Modality.IMAGE, (1, 8, 8))
+    pack = Pack(lane=0, number=4, samples=(make_sample([image, text_segment(13)], source="pets", row=9),))
+    step = Step(Topology(world_size=2), 1, 1, (pack,))
+    model = cost_model()
+    first, empty = pack_rows(step.planner().plan((pack,), step=0, group=0), cost_model=model, seq_len=64)
+    assert (first.lane, first.number, first.num_samples, first.num_media) == (0, 4, 1, 1)
+    assert (first.num_tokens, first.fill) == (32, 0.5)
+    assert first.samples == ("pets/0000-000009 (pets-00000.tar)",)
+    assert first.llm_s == model.pack_cost(pack)
+    assert first.encoder_s == model.media_cost(image)
+    assert (empty.replica, empty.microbatch, empty.lane, empty.num_tokens, empty.samples) == (1, 0, -1, 0, ())
+
+
+def test_rows_of_ranks_show_the_load_before_and_after() -> None:
+    images = [media_segment(Modality.IMAGE, (1, 8, 8)) for _ in range(4)]
+    pack = Pack(lane=0, number=0, samples=(make_sample(images),))
+    step = Step(Topology(world_size=2), 1, 1, (pack,))
+    planner = step.planner()
+    plan = planner.plan((pack,), step=0, group=0)
+    off = planner.unbalanced(plan)
+    rows = rank_rows(plan, off, cost_model=planner.cost_model)
+    assert [(row.num_media_before, row.num_media_after, row.num_rows_after) for row in rows] == [
+        (4, 2, 32),
+        (0, 2, 32),
+    ]
+    assert rows[0].before_s == pytest.approx(2 * rows[0].after_s)
+    assert moved_fraction(plan, off) == 0.5
+
+
+@settings(max_examples=30)
+@given(steps())
+def test_rows_add_up_to_the_balance_of_the_plan(step: Step) -> None:
+    planner = step.planner()
+    for group in range(step.topology.num_groups):
+        plan = planner.plan(step.packs_of(group), step=0, group=group)
+        rows = rank_rows(plan, planner.unbalanced(plan), cost_model=planner.cost_model)
+        mean = sum(row.after_s for row in rows) / len(rows)
+        assert mean == pytest.approx(plan.encoder_balance.mean, abs=1e-9)
+        assert sum(row.before_s for row in rows) == pytest.approx(sum(row.after_s for row in rows))
+        packs = pack_rows(plan, cost_model=planner.cost_model, seq_len=100)
+        assert len(packs) == len(plan.replicas) * plan.num_microbatches
+        assert sum(row.num_tokens for row in packs) == plan.num_tokens
+        assert 0 <= moved_fraction(plan, planner.unbalanced(plan)) <= 1
