@@ -121,8 +121,6 @@ def write_file(url: str, data: bytes) -> None:
     try:
         with open(temporary, "wb") as file:
             file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
         Path(temporary).unlink(missing_ok=True)

@@ -1,0 +1,304 @@
+r"""Raw media to indexed tar shards: from a folder, or from a manifest of JSON lines.
+
+A folder: files with the same stem are one sample (``a/cat.jpg`` and ``a/cat.txt``), its key the path up to
+the suffix. The suffix starts at the first dot that is followed by nothing but words (``22.05.png`` is
+``22.05`` and ``png``; ``x.question.txt`` is ``x`` and ``question.txt``).
+
+A manifest: one object per line, one sample per object. By field:
+
+- ``key`` (or ``__key__``): the sample's key; without it the line number is the key.
+- ``text``, ``txt``, or any name ending in ``.txt``: the text itself, member ``txt`` or as named.
+- ``image``, ``video``, ``audio``: the path of a file, beside the manifest; its member is the file's suffix.
+- a name that is or ends in a media suffix (``jpg``, ``left.png``): a path too; the name is the member.
+- any other string: a path; the member is the field's name, a dot, and the file's suffix.
+- numbers, lists, objects: kept together as member ``json``.
+
+Shards are WebDataset tars, written beside their final name and moved when complete. The order is that of the
+sorted paths, or of the lines; nothing depends on the clock, so equal input gives equal shards.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from loaders.index import OTHER, IndexReport, index_shards, modality_of
+from omni_pipeline.core.errors import ConfigError
+
+MAX_KEY_CHARS = 200
+TEXT_NAMES = frozenset({"text", "txt"})
+KEY_NAMES = ("key", "__key__")
+MEDIA_NAMES = frozenset({"image", "video", "audio"})
+_NAME = re.compile(r"(.+?)((?:\.[A-Za-z_][\w-]*)+)", re.DOTALL)
+_FIELD = re.compile(r"[\w-]+(\.[\w-]+)*")
+_NOT_IN_KEY = re.compile(r"[\x00-\x1f\x7f.\\]")
+
+
+@dataclass(frozen=True)
+class PrepareSummary:
+    """What ``prepare`` made.
+
+    Args:
+        shards: Paths, in order.
+        num_samples: In all shards.
+        num_bytes: Size of all payloads.
+        num_members: By modality, or "other".
+        num_skipped: Files of a folder that belong to no sample.
+        reports: Of the index, one per shard.
+    """
+
+    shards: tuple[str, ...]
+    num_samples: int
+    num_bytes: int
+    num_members: dict[str, int]
+    num_skipped: int
+    reports: tuple[IndexReport, ...]
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A sample to be written: its wish for a key, and what fills each member."""
+
+    key: str
+    members: Mapping[str, Path | bytes]
+
+
+@dataclass
+class _Tally:
+    """What has been written or left out so far."""
+
+    shards: list[str] = field(default_factory=list)
+    num_samples: int = 0
+    num_bytes: int = 0
+    num_members: Counter[str] = field(default_factory=Counter)
+    num_skipped: int = 0
+
+
+def prepare(
+    inputs: Path | Sequence[Path],
+    out: Path,
+    *,
+    max_count: int = 1000,
+    max_bytes: int = 1 << 30,
+    name: str = "shard",
+    tokenizer_path: Path | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> PrepareSummary:
+    """Write the samples of ``inputs`` as ``out/<name>-000000.tar`` and so on, and index them.
+
+    Everything named is checked before the first byte is written. No shard is ever empty.
+
+    Args:
+        inputs: Folders or ``.jsonl`` manifests.
+        max_count: Most samples of a shard.
+        max_bytes: A shard that has reached this payload size is closed.
+        tokenizer_path: Count tokens with this ``tokenizer.json``; None counts bytes.
+        progress: Called with the number of samples written so far.
+
+    Raises:
+        ConfigError: An input is missing or holds no sample, a manifest names a missing file or is no JSON
+            (with the line), or ``out`` already has shards of this name.
+    """
+    if max_count < 1 or max_bytes < 1:
+        raise ConfigError("max_count and max_bytes must be at least 1", fix="leave them out for the defaults")
+    paths = [inputs] if isinstance(inputs, Path) else list(inputs)
+    if old := sorted(out.glob(f"{name}-*.tar")):
+        raise ConfigError(
+            f"{out} already holds {len(old)} shards of this name, e.g. {old[0].name}",
+            fix="choose another folder or name, or remove them",
+        )
+    if not sum(1 for _ in _entries(paths, _Tally())):
+        raise ConfigError(
+            f"no sample in {', '.join(map(str, paths))}",
+            fix="name a folder with media or text files, or a .jsonl manifest",
+        )
+    tally = _Tally()
+    _write_shards(_entries(paths, tally), out, name, tally, (max_count, max_bytes), progress)
+    reports = index_shards(tally.shards, tokenizer_path=tokenizer_path)
+    return PrepareSummary(
+        shards=tuple(tally.shards),
+        num_samples=tally.num_samples,
+        num_bytes=tally.num_bytes,
+        num_members=dict(sorted(tally.num_members.items())),
+        num_skipped=tally.num_skipped,
+        reports=tuple(reports),
+    )
+
+
+def _write_shards(
+    entries: Iterator[_Entry],
+    out: Path,
+    name: str,
+    tally: _Tally,
+    limits: tuple[int, int],
+    progress: Callable[[int], None] | None,
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    keys: set[str] = set()
+    writer: Any = None
+    try:
+        for entry in entries:
+            # Made at the first sample: the writer opens a file at once, and none may stay empty.
+            writer = writer or _shard_writer(out, name, tally, limits)
+            content = {suffix: _payload(source) for suffix, source in entry.members.items()}
+            writer.write({"__key__": _free_key(entry.key, keys), **content})
+            tally.num_samples += 1
+            tally.num_bytes += sum(map(len, content.values()))
+            tally.num_members.update(str(modality_of(suffix) or OTHER) for suffix in content)
+            if progress is not None:
+                progress(tally.num_samples)
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _shard_writer(out: Path, name: str, tally: _Tally, limits: tuple[int, int]) -> Any:
+    from webdataset.writer import ShardWriter  # it brings much that only this command needs
+
+    opened: list[BinaryIO] = []
+
+    def start(path: str) -> BinaryIO:
+        opened.append(open(f"{path}.part", "wb"))  # noqa: SIM115 - closed in `finish`
+        return opened[-1]
+
+    def finish(path: str) -> None:
+        opened.pop().close()
+        os.replace(f"{path}.part", path)
+        tally.shards.append(path)
+
+    pattern = str(out / name).replace("%", "%%") + "-%06d.tar"
+    return ShardWriter(
+        pattern,
+        maxcount=limits[0],
+        maxsize=limits[1],
+        post=finish,
+        opener=start,
+        verbose=0,
+        encoder=False,
+        mtime=0,
+    )
+
+
+def _payload(source: Path | bytes) -> bytes:
+    if isinstance(source, bytes):
+        return source
+    try:
+        return source.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read {source}: {error.strerror}", fix="check the file and its permissions"
+        ) from error
+
+
+def _free_key(wish: str, taken: set[str]) -> str:
+    """Return ``wish`` made a valid key (no dot, no control character, not too long) that is not taken yet."""
+    base = _NOT_IN_KEY.sub("_", wish).strip("/ ")[:MAX_KEY_CHARS] or "sample"
+    key, number = base, 2
+    while key in taken:
+        key, number = f"{base}-{number}", number + 1
+    taken.add(key)
+    return key
+
+
+def _entries(paths: Sequence[Path], tally: _Tally) -> Iterator[_Entry]:
+    for path in paths:
+        if path.is_dir():
+            yield from _folder_entries(path, tally)
+        elif path.suffix == ".jsonl" and path.is_file():
+            yield from _manifest_entries(path)
+        else:
+            raise ConfigError(
+                f"{path} is neither a folder nor a .jsonl manifest"
+                if path.exists()
+                else f"there is no {path}",
+                fix="name a folder with media or text files, or a .jsonl manifest",
+            )
+
+
+def _folder_entries(root: Path, tally: _Tally) -> Iterator[_Entry]:
+    samples: dict[str, dict[str, Path | bytes]] = {}
+    for path in sorted(item for item in root.rglob("*") if item.is_file()):
+        match = _NAME.fullmatch(path.name)
+        if match is None or path.name.startswith("."):
+            tally.num_skipped += 1
+            continue
+        key = (path.relative_to(root).parent / match[1]).as_posix()
+        samples.setdefault(key, {})[match[2][1:]] = path
+    for key, members in samples.items():
+        if any(modality_of(suffix) for suffix in members):
+            yield _Entry(key, members)
+        else:
+            tally.num_skipped += len(members)
+
+
+def _manifest_entries(path: Path) -> Iterator[_Entry]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield _line_entry(line, number, path)
+
+
+def _line_entry(line: bytes, number: int, path: Path) -> _Entry:
+    where = f"{path}, line {number}"
+    try:
+        content = json.loads(line.decode("utf-8-sig"))
+    except ValueError as error:
+        raise ConfigError(f"line is no JSON: {error}", where=where, fix="mend or remove the line") from error
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"line holds a {type(content).__name__}, not an object",
+            where=where,
+            fix="mend or remove the line",
+        )
+    key = next((str(content.pop(name)) for name in KEY_NAMES if name in content), f"{number:09d}")
+    members: dict[str, Path | bytes] = {}
+    extra: dict[str, Any] = {}
+    for name, value in content.items():
+        if not isinstance(value, str):
+            extra[name] = value
+            continue
+        suffix, payload = _member(name, value, path.parent, where)
+        if suffix in members:
+            raise ConfigError(
+                f"two fields give member {suffix!r}", where=where, fix="name them apart, e.g. left.jpg"
+            )
+        members[suffix] = payload
+    if not any(modality_of(suffix) for suffix in members):
+        raise ConfigError("sample has neither media nor text", where=where, fix="mend or remove the line")
+    if extra:
+        members["json"] = json.dumps(extra, sort_keys=True).encode()
+    return _Entry(key, members)
+
+
+def _member(name: str, value: str, folder: Path, where: str) -> tuple[str, Path | bytes]:
+    """Return (suffix, payload) of one field of a manifest line."""
+    if not _FIELD.fullmatch(name) or name.startswith("_"):
+        raise ConfigError(
+            f"field {name!r} cannot name a member", where=where, fix="use letters, digits, '-', '_' and '.'"
+        )
+    if name in TEXT_NAMES or name.endswith(".txt"):
+        try:
+            return "txt" if name in TEXT_NAMES else name, value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"text of field {name!r} is not valid Unicode: {error.reason}",
+                where=where,
+                fix="mend the text",
+            ) from error
+    file = folder / value
+    if "\0" in value or not file.is_file():
+        raise ConfigError(
+            f"field {name!r} names a file that does not exist: {value}",
+            where=where,
+            fix="paths are relative to the manifest; text belongs in 'text' or a field ending in .txt",
+        )
+    ending = file.suffix[1:].lower()
+    if modality_of(name) is not None:
+        return name, file
+    return ending if name in MEDIA_NAMES else f"{name}.{ending}", file
