@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-Precision = Literal["float32", "bfloat16"]
+Precision = Literal["fp32", "bf16"]
 
 
 class ParallelConfig(BaseModel):

@@ -18,12 +18,12 @@ from trainer.parallel.config import Precision
 def shard_module(module: nn.Module, *, mesh: DeviceMesh, precision: Precision) -> None:
     """Shard ``module`` in place: every block of its ``ModuleList``s by itself, the rest as one unit.
 
-    Parameters stay float32; with ``bfloat16`` they are gathered and computed with in bfloat16, and
+    Parameters stay float32; with ``bf16`` they are gathered and computed with in bfloat16, and
     gradients are still summed in float32. All ranks of the mesh must call this, and enter the module the
     same number of times per step, forward and backward, with or without data.
     """
     policy = MixedPrecisionPolicy()
-    if precision == "bfloat16":
+    if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in _blocks_of(module):
         fully_shard(block, mesh=mesh, mp_policy=policy)

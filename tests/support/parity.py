@@ -1,0 +1,239 @@
+"""The naive reference of a step, and batches of synthetic samples to compare it with.
+
+The reference is one process, one pack and one media segment at a time, without sharding, exchange or
+balance. Content is a function of the sample's id and nothing else, so any rank and the reference make the
+same arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from balancer.cost import CostModel, TransformerShape
+from balancer.planner import BalanceConfig, GroupPlanner
+from omni_pipeline.core.batch import IGNORE_LABEL, Batch, EncoderInput, MicroBatch, SampleSpan
+from omni_pipeline.core.plan import Pack, StepPlan
+from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
+from omni_pipeline.core.seeding import generator
+from omni_pipeline.core.topology import Topology
+from tests.support.strategies import make_sample, media_segment, text_segment
+from trainer.config import ModelConfig
+from trainer.model.omni import OmniModel
+
+CONFIG = ModelConfig(size="tiny")
+ENCODERS = ("vision", "audio")
+ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
+
+
+@dataclass(frozen=True)
+class Content:
+    """The arrays of one pack and its media."""
+
+    tokens: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.int64]
+    positions: npt.NDArray[np.int64]
+    cu_seqlens: npt.NDArray[np.int32]
+    spans: tuple[SampleSpan, ...]
+
+
+def mixed_sample(row: int, *, source: str = "mixed") -> Sample:
+    """Return a sample with an image, a text, and by ``row`` a clip or a recording or both."""
+    segments = [media_segment(Modality.IMAGE, (1, 2 + 2 * (row % 3), 4)), text_segment(3 + row % 5)]
+    if row % 2:
+        segments.append(media_segment(Modality.VIDEO, (2, 4, 2)))
+    if row % 3:
+        segments.append(media_segment(Modality.AUDIO, (9 + row % 7, 1, 1)))
+    segments.append(text_segment(2, loss=row % 4 != 1))
+    return make_sample(segments, source=source, row=row)
+
+
+def text_sample(row: int, *, loss: bool = True, source: str = "text") -> Sample:
+    """Return a sample without media."""
+    return make_sample([text_segment(5 + row % 4, loss=loss)], source=source, row=row)
+
+
+def make_planner(topology: Topology, *, num_packs: int, balance: bool) -> GroupPlanner:
+    """Return a planner with one lane per pack."""
+    return GroupPlanner(
+        topology,
+        cost_model=_cost_model(),
+        config=BalanceConfig(enabled=balance, latency_s=0.0),
+        num_lanes=num_packs,
+        packs_per_step=num_packs,
+        encoders=ENCODERS,
+    )
+
+
+def pack_content(pack: Pack) -> Content:
+    """Return tokens, labels and positions of ``pack``."""
+    tokens: list[int] = []
+    labels: list[int] = []
+    spans, bounds = [], [0]
+    for sample in pack.samples:
+        ids, has_loss = _sample_tokens(sample)
+        spans.append(SampleSpan(sample.id, sample.key, len(tokens), len(tokens) + len(ids)))
+        shifted = zip(ids[1:], has_loss[1:], strict=True)
+        labels += [token if loss else IGNORE_LABEL for token, loss in shifted] + [IGNORE_LABEL]
+        tokens += ids
+        bounds.append(len(tokens))
+    columns = [np.arange(span.end - span.start) for span in spans]
+    place = np.concatenate([*columns, np.empty(0, dtype=np.int64)]).astype(np.int64)
+    return Content(
+        tokens=np.array(tokens, dtype=np.int64),
+        labels=np.array(labels, dtype=np.int64),
+        positions=np.stack([place, place // 2, place % 3]),
+        cu_seqlens=np.array(bounds, dtype=np.int32),
+        spans=tuple(spans),
+    )
+
+
+def media_content(sample: Sample, segment_index: int) -> EncoderInput:
+    """Return the input of the encoder for one media segment."""
+    segment = sample.segments[segment_index]
+    random = generator(7, "parity media", sample.id.row, segment_index)
+    grids = np.array([segment.grid], dtype=np.int64)
+    if segment.modality is Modality.AUDIO:
+        shape = segment.num_units, CONFIG.sizes.audio.num_mels
+        return EncoderInput(random.standard_normal(shape, dtype=np.float32), grids)
+    shape = segment.num_units, CONFIG.patch_values
+    return EncoderInput(random.integers(0, 256, shape, dtype=np.uint8), grids)
+
+
+def build_batch(
+    plan: StepPlan,
+    planner: GroupPlanner,
+    *,
+    rank: int,
+    failed: frozenset[SampleId] = frozenset(),
+    state: dict[str, Any] | None = None,
+) -> Batch:
+    """Return what a loader would give ``rank`` for ``plan``."""
+    microbatches = tuple(
+        _build_microbatch(plan, planner, index=index, rank=rank) for index in range(plan.num_microbatches)
+    )
+    return Batch(plan, microbatches, failed=failed, state=state or {}, num_bytes=0, timings={})
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Loss (mean over labels), gradient norm and gradients of a step."""
+
+    loss: float
+    grad_norm: float
+    gradients: dict[str, torch.Tensor]
+    num_labels: int
+
+
+def reference_step(
+    model: OmniModel, packs: Sequence[Pack], *, failed: frozenset[SampleId] = frozenset()
+) -> Reference:
+    """Return loss and gradients of one plain process; ``model`` keeps no gradient."""
+    dtype = next(model.parameters()).dtype
+    loss_sum = torch.zeros((), dtype=dtype)
+    num_labels = 0
+    for pack in packs:
+        content = pack_content(pack)
+        labels = content.labels.copy()
+        for span in content.spans:
+            if span.id in failed:
+                labels[span.start : span.end] = IGNORE_LABEL
+        num_labels += int((labels != IGNORE_LABEL).sum())
+        rows, positions = _encode_pack(model, pack)
+        output = model.llm(
+            torch.from_numpy(content.tokens),
+            torch.from_numpy(content.positions),
+            content.cu_seqlens,
+            rows,
+            positions,
+            torch.from_numpy(labels),
+        )
+        loss_sum = loss_sum + output.loss_sum
+    torch.autograd.backward(loss_sum / num_labels)
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters()
+    }
+    model.zero_grad()
+    norm = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
+    return Reference(float(loss_sum.detach()) / num_labels, float(norm), gradients, num_labels)
+
+
+def _cost_model() -> CostModel:
+    """Rough shapes: only their proportions matter to a plan."""
+    shape = TransformerShape(hidden=32, layers=2, ffn=64, heads=2, kv_heads=2, head_dim=16)
+    return CostModel(
+        encoders=dict.fromkeys(ENCODERS, shape), llm=shape, encoder_of=ENCODER_OF, bytes_per_s=1e15
+    )
+
+
+def _encode_pack(model: OmniModel, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = [next(model.parameters()).new_zeros((0, CONFIG.llm.hidden))]
+    positions: list[int] = []
+    start = 0
+    for sample in pack.samples:
+        for index, segment in enumerate(sample.segments):
+            if segment.is_media:
+                inputs = media_content(sample, index)
+                encoder = model.encoders[ENCODER_OF[segment.modality]]
+                rows.append(encoder(torch.from_numpy(inputs.values), inputs.grids))
+                positions += range(start + 1, start + 1 + segment.num_rows)
+            start += segment.num_tokens
+        start += 1
+    return torch.cat(rows), torch.tensor(positions, dtype=torch.int64)
+
+
+def _build_microbatch(plan: StepPlan, planner: GroupPlanner, *, index: int, rank: int) -> MicroBatch:
+    (replica,) = [item for item in plan.replicas if rank in planner.topology.ranks_of_replica(item)]
+    pack_index = plan.pack_at(replica, index)
+    content = pack_content(Pack(0, 0, ()) if pack_index is None else plan.packs[pack_index])
+    inputs = {}
+    for name in ENCODERS:
+        found = [
+            media_content(plan.packs[item.pack].samples[item.sample], item.segment)
+            for item in plan.media_of(rank=rank, microbatch=index)
+            if item.encoder == name
+        ]
+        empty = (
+            np.empty((0, CONFIG.patch_values), dtype=np.uint8)
+            if name == "vision"
+            else np.empty((0, CONFIG.sizes.audio.num_mels), dtype=np.float32)
+        )
+        inputs[name] = EncoderInput(
+            values=np.concatenate([empty, *(item.values for item in found)]),
+            grids=np.concatenate([np.empty((0, 3), dtype=np.int64), *(item.grids for item in found)]),
+        )
+    return MicroBatch(
+        index=index,
+        tokens=content.tokens,
+        labels=content.labels,
+        positions=content.positions,
+        cu_seqlens=content.cu_seqlens,
+        spans=content.spans,
+        inputs=inputs,
+        reshard=planner.reshard(plan, microbatch=index, rank=rank),
+    )
+
+
+def _sample_tokens(sample: Sample) -> tuple[list[int], list[bool]]:
+    """Return the tokens of a sample and which of them are predicted; 1 and 2 mark media, 0 ends."""
+    random = generator(7, "parity tokens", sample.id.row)
+    tokens: list[int] = []
+    has_loss: list[bool] = []
+    for segment in sample.segments:
+        found = _segment_tokens(segment, random)
+        tokens += found
+        has_loss += [segment.loss] * len(found)
+    any_loss = any(segment.loss for segment in sample.segments)
+    return [*tokens, 0], [*has_loss, any_loss]
+
+
+def _segment_tokens(segment: Segment, random: np.random.Generator) -> list[int]:
+    if segment.is_media:
+        return [1, *([3] * segment.num_rows), 2]
+    return [int(token) for token in random.integers(4, CONFIG.llm.vocab_size, segment.num_tokens)]

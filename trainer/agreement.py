@@ -1,0 +1,223 @@
+"""What ranks tell each other before a step: some integers, so that none waits for one that went elsewhere.
+
+Every step begins with the same three small collectives on every rank, data or not: who is where (step,
+settings, plan, wishes), which samples failed in the group, and the global sums. All decisions are made from
+gathered values, so they are the same everywhere: a rank that differs is named on *all* ranks, at once.
+Messages are CPU tensors; nothing waits for a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from omni_pipeline.core.batch import Batch
+from omni_pipeline.core.errors import RankError, StateMismatchError
+from omni_pipeline.core.plan import StepPlan
+from omni_pipeline.core.sample import SampleId
+from trainer.parallel.mesh import RankGroups
+
+NO_PLAN = -1
+
+
+@dataclass(frozen=True)
+class Requests:
+    """What one rank wishes of all ranks.
+
+    Args:
+        stop: End the run after this step, e.g. because a signal came.
+        checkpoint: Write a checkpoint after this step.
+    """
+
+    stop: bool = False
+    checkpoint: bool = False
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks know before the step; equal on all of them.
+
+    Args:
+        num_microbatches: Of every rank; 0 when no rank has a batch: the data has ended.
+        requests: The wishes of all ranks together.
+    """
+
+    num_microbatches: int
+    requests: Requests
+
+
+@dataclass(frozen=True)
+class _Word:
+    """What one rank says of itself, as integers on the wire in the order of the fields."""
+
+    step: int
+    plan_step: int
+    settings: int
+    plan: int
+    num_microbatches: int
+    stop: int
+    checkpoint: int
+    has_problem: int
+
+
+def agree(
+    batch: Batch | None,
+    *,
+    step: int,
+    settings: Mapping[str, str],
+    problem: str,
+    requests: Requests,
+    groups: RankGroups,
+) -> Agreement:
+    """Compare notes with all ranks; all must call it.
+
+    Args:
+        batch: Of this rank; None when its data has ended.
+        step: The step that this rank is about to do.
+        settings: Digests of the settings that must be equal everywhere, by section.
+        problem: Why this rank cannot run its batch; empty if it can.
+        requests: Wishes of this rank.
+        groups: Its place.
+
+    Raises:
+        StateMismatchError: A rank differs in step or settings, or a member of a group in its plan.
+        RankError: A rank has a problem. Like the other error it is raised on all ranks, naming the rank.
+    """
+    own = _Word(
+        step=step,
+        plan_step=step if batch is None else batch.plan.step,
+        settings=_digest(settings),
+        plan=NO_PLAN if batch is None else batch.plan.digest,
+        num_microbatches=0 if batch is None else batch.plan.num_microbatches,
+        stop=int(requests.stop),
+        checkpoint=int(requests.checkpoint),
+        has_problem=int(bool(problem)),
+    )
+    words = [_Word(*numbers) for numbers in _gather_integers(list(vars(own).values()), groups)]
+    everyone = range(len(words))
+    _same(words, everyone, lambda word: word.step, "step")
+    if len({word.settings for word in words}) > 1:
+        _raise_settings(settings, step=step, groups=groups)
+    _same(
+        words,
+        everyone,
+        lambda word: word.plan_step - word.step,
+        "lead of the loader over the trainer, in steps",
+    )
+    for group in range(groups.topology.num_groups):
+        members = groups.topology.ranks_of_group(group)
+        _same(words, members, lambda word: word.plan, f"plan digest (group {group})")
+    with_batch = [rank for rank in everyone if words[rank].plan != NO_PLAN]
+    _same(words, with_batch, lambda word: word.num_microbatches, "number of microbatches")
+    if words[0].plan_step != step:
+        raise StateMismatchError(
+            f"the loader is at step {words[0].plan_step}, the trainer at step {step}",
+            fix="load the loader state of the same checkpoint as the weights",
+        )
+    if any(word.has_problem for word in words):
+        raise_together(problem, what=f"step {step} cannot run", groups=groups)
+    return Agreement(
+        num_microbatches=max(word.num_microbatches for word in words),
+        requests=Requests(
+            stop=any(word.stop for word in words), checkpoint=any(word.checkpoint for word in words)
+        ),
+    )
+
+
+def unite_failed(batch: Batch | None, groups: RankGroups) -> frozenset[SampleId]:
+    """Return the samples of the group's step that any member failed to decode; all members must call it."""
+    ids = [] if batch is None else sample_ids(batch.plan)
+    own = frozenset() if batch is None else batch.failed
+    # One flag more than samples, so that the message is never empty.
+    flags = torch.tensor([*(int(name in own) for name in ids), 0], dtype=torch.uint8)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=groups.group)
+    return frozenset(name for name, failed in zip(ids, flags.tolist(), strict=False) if failed)
+
+
+def global_sums(values: Sequence[int]) -> list[int]:
+    """Return the sums of ``values`` over all ranks; all must call it."""
+    sums = torch.tensor(values, dtype=torch.int64)
+    dist.all_reduce(sums)
+    return [int(value) for value in sums.tolist()]
+
+
+def raise_together(message: str, *, what: str, groups: RankGroups) -> NoReturn:
+    """Raise one error on all ranks with the messages of those that have one; all must call it.
+
+    Raises:
+        RankError: Always; names the first ranks with a message.
+    """
+    messages: list[str] = [""] * groups.topology.world_size
+    dist.all_gather_object(messages, message)
+    lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
+    more = f"; and {len(lines) - 8} more ranks" if len(lines) > 8 else ""
+    raise RankError(
+        f"{what}: {'; '.join(lines[:8]) or 'no rank knows why'}{more}",
+        where=f"seen by rank {groups.rank}",
+        fix="look at the data of the rank named first; a lower learning rate helps against values that grow",
+    )
+
+
+def sample_ids(plan: StepPlan) -> list[SampleId]:
+    """Return the ids of all samples of ``plan``, in its order."""
+    return [sample.id for pack in plan.packs for sample in pack.samples]
+
+
+def _gather_integers(values: list[int], groups: RankGroups) -> list[list[int]]:
+    own = torch.tensor(values, dtype=torch.int64)
+    gathered = torch.empty(groups.topology.world_size * len(values), dtype=torch.int64)
+    dist.all_gather_into_tensor(gathered, own)
+    rows: list[list[int]] = gathered.view(-1, len(values)).tolist()
+    return rows
+
+
+def _digest(settings: Mapping[str, str]) -> int:
+    raw = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).digest()
+    return int.from_bytes(raw, "little") >> 1
+
+
+def _raise_settings(settings: Mapping[str, str], *, step: int, groups: RankGroups) -> NoReturn:
+    """Name the sections in which ranks differ from rank 0; all ranks must call it."""
+    gathered: list[Mapping[str, str]] = [{}] * groups.topology.world_size
+    dist.all_gather_object(gathered, dict(settings))
+    first = gathered[0]
+    lines = [
+        f"rank {rank} in {', '.join(repr(name) for name in differing)}"
+        for rank, other in enumerate(gathered)
+        if (differing := sorted(name for name in {*first, *other} if first.get(name) != other.get(name)))
+    ]
+    more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+    raise StateMismatchError(
+        f"ranks have other settings than rank 0: {'; '.join(lines[:8])}{more}",
+        where=f"start of step {step}",
+        fix="start all ranks with the same code, run file, flags and data",
+    )
+
+
+def _same(words: Sequence[_Word], ranks: Iterable[int], value_of: Callable[[_Word], int], name: str) -> None:
+    """Raise unless the ranks agree; the value of most ranks (at a tie the lowest rank's) counts as right."""
+    values = {rank: value_of(words[rank]) for rank in ranks}
+    if len(set(values.values())) <= 1:
+        return
+    usual = Counter(values.values()).most_common(1)[0][0]
+    others = [rank for rank, value in values.items() if value != usual]
+    shown = ", ".join(f"rank {rank} has {_text(values[rank])}" for rank in others[:8])
+    more = f" and {len(others) - 8} more" if len(others) > 8 else ""
+    raise StateMismatchError(
+        f"ranks disagree on the {name}: {shown}{more}; the others have {_text(usual)}",
+        where=f"start of step {words[0].step}",
+        fix="start all ranks with the same code, run file, flags and data; if they are the same, report this",
+    )
+
+
+def _text(value: int) -> str:
+    if value == NO_PLAN:
+        return "none"
+    return str(value) if abs(value) < 10**9 else f"{value:016x}"

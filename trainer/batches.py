@@ -1,0 +1,94 @@
+"""Pure checks on a batch before it runs, and the batch of a rank whose data has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from omni_pipeline.core.batch import Batch, MicroBatch
+from omni_pipeline.core.plan import Balance, ReshardPlan, StepPlan
+from trainer.colocation import EncoderAnchor
+from trainer.parallel.mesh import RankGroups
+from trainer.reshard import reshard_problem
+
+
+def batch_problem(batch: Batch, anchors: Sequence[EncoderAnchor], groups: RankGroups) -> str:
+    """Return in one sentence why ``batch`` cannot run on this rank, or ""; runs nothing.
+
+    Found before the first exchange, so that it is an error on all ranks and not a wait on some.
+    """
+    if batch.plan.ranks != groups.members:
+        return f"the plan is for ranks {batch.plan.ranks}, the group has {groups.members}"
+    indices = [microbatch.index for microbatch in batch.microbatches]
+    if indices != list(range(batch.plan.num_microbatches)):
+        return f"microbatches {indices}, the plan has {batch.plan.num_microbatches}"
+    for microbatch in batch.microbatches:
+        num_rows = rows_by_plan(batch.plan, microbatch.index, rank=groups.rank)
+        problem = _microbatch_problem(microbatch, anchors, num_rows=num_rows, num_members=len(groups.members))
+        if problem:
+            return f"microbatch {microbatch.index}: {problem}"
+    return ""
+
+
+def rows_by_plan(plan: StepPlan, microbatch: int, *, rank: int) -> int:
+    """Return the embedding rows that ``rank`` makes in ``microbatch``."""
+    return sum(item.num_rows for item in plan.media_of(rank=rank, microbatch=microbatch))
+
+
+def idle_batch(
+    *, step: int, num_microbatches: int, anchors: Sequence[EncoderAnchor], groups: RankGroups
+) -> Batch:
+    """Return a batch without samples, for a group whose data has ended before that of others."""
+    nothing = Balance(mean=0.0, makespan_before=0.0, makespan_after=0.0)
+    group = groups.topology.group_of(groups.rank)
+    plan = StepPlan(
+        step=step,
+        group=group,
+        ranks=groups.members,
+        replicas=groups.topology.replicas_of_group(group),
+        num_microbatches=num_microbatches,
+        packs=(),
+        slots=(),
+        media=(),
+        encoder_balance=nothing,
+        llm_balance=nothing,
+    )
+    microbatches = tuple(
+        _idle_microbatch(index, anchors, num_members=len(groups.members)) for index in range(num_microbatches)
+    )
+    return Batch(plan=plan, microbatches=microbatches, failed=frozenset(), state={}, num_bytes=0, timings={})
+
+
+def _idle_microbatch(index: int, anchors: Sequence[EncoderAnchor], *, num_members: int) -> MicroBatch:
+    empty = np.empty(0, dtype=np.int64)
+    zeros = (0,) * num_members
+    return MicroBatch(
+        index=index,
+        tokens=empty,
+        labels=empty,
+        positions=np.empty((3, 0), dtype=np.int64),
+        cu_seqlens=np.zeros(1, dtype=np.int32),
+        spans=(),
+        inputs={anchor.name: anchor.empty_input() for anchor in anchors},
+        reshard=ReshardPlan(empty, zeros, zeros, empty),
+    )
+
+
+def _microbatch_problem(
+    microbatch: MicroBatch, anchors: Sequence[EncoderAnchor], *, num_rows: int, num_members: int
+) -> str:
+    length = len(microbatch.tokens)
+    if microbatch.labels.shape != (length,) or microbatch.positions.shape != (3, length):
+        shapes = f"{microbatch.labels.shape} and positions {microbatch.positions.shape}"
+        return f"{length} tokens, but labels {shapes}"
+    names = [anchor.name for anchor in anchors]
+    if set(microbatch.inputs) != set(names):
+        return f"inputs for encoders {sorted(microbatch.inputs)}, the model has {sorted(names)}"
+    for anchor in anchors:
+        if problem := anchor.problem(microbatch.inputs[anchor.name]):
+            return problem
+    received = microbatch.reshard.recv_positions
+    if len(received) and not 0 <= received.min() <= received.max() < length:
+        return f"rows for positions {received.min()} to {received.max()} of {length}"
+    return reshard_problem(microbatch.reshard, num_rows=num_rows, num_members=num_members)

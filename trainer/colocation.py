@@ -1,0 +1,173 @@
+"""How any encoder attaches to the LLM's ranks (encoder-LLM multiplexing).
+
+Every rank hosts all encoders and the LLM and runs one after the other, each sharded over its own mesh. An
+encoder is one ``EncoderAnchor``; neither the LLM nor the step knows what kinds there are. A new modality is
+one more anchor, given to ``colocate``:
+
+    EncoderAnchor("touch", module, modalities=(Modality.TOUCH,), values_width=12, values_dtype="float32")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from omni_pipeline.core.batch import EncoderInput, MicroBatch
+from omni_pipeline.core.errors import ConfigError, PlanError
+from omni_pipeline.core.sample import Modality
+from trainer.model.omni import OmniModel
+from trainer.parallel.config import ParallelConfig, Precision
+from trainer.parallel.mesh import RankGroups, make_module_mesh
+from trainer.parallel.sharding import shard_module
+
+
+@dataclass(frozen=True)
+class EncoderAnchor:
+    """One encoder, and how what the loader brings becomes its input.
+
+    Args:
+        name: Key of its inputs in ``MicroBatch.inputs``, and encoder name in plans.
+        module: ``module(values, grids) -> rows [R, E]``, E the width of the LLM. It must accept zero
+            segments and give zero rows that hang on the graph of all of its parameters.
+        modalities: What it reads.
+        values_width: Numbers per unit (patch, mel frame): the second dim of the values.
+        values_dtype: numpy type of the values.
+    """
+
+    name: str
+    module: nn.Module
+    modalities: tuple[Modality, ...]
+    values_width: int
+    values_dtype: str
+
+    def encode(self, inputs: EncoderInput, *, device: torch.device) -> Tensor:
+        """Return the rows [R, E] of all segments of ``inputs``, in their order."""
+        values = torch.from_numpy(inputs.values).to(device, non_blocking=True)
+        rows: Tensor = self.module(values, inputs.grids)
+        return rows
+
+    def empty_input(self) -> EncoderInput:
+        """Return an input without any segment."""
+        values = np.empty((0, self.values_width), dtype=self.values_dtype)
+        return EncoderInput(values=values, grids=np.empty((0, 3), dtype=np.int64))
+
+    def problem(self, inputs: EncoderInput) -> str:
+        """Return why ``inputs`` cannot be encoded, or ""."""
+        if inputs.values.dtype != np.dtype(self.values_dtype):
+            return f"{self.name} values are {inputs.values.dtype}, the encoder reads {self.values_dtype}"
+        if inputs.values.ndim != 2 or inputs.values.shape[1] != self.values_width:
+            return f"{self.name} values have shape {inputs.values.shape}, wanted [units, {self.values_width}]"
+        if inputs.grids.prod(axis=1).sum() != len(inputs.values):
+            return f"{self.name} grids count {inputs.grids.prod(axis=1).sum()} units of {len(inputs.values)}"
+        return ""
+
+
+@dataclass(frozen=True)
+class ColocatedModel:
+    """Encoders and LLM, sharded, on one rank.
+
+    Args:
+        module: The whole model, for checkpoints.
+        llm: See ``trainer.model.llm.Llm.forward``.
+        anchors: The encoders in the order in which their rows are concatenated.
+        groups: The place of this rank.
+    """
+
+    module: nn.Module
+    llm: nn.Module
+    anchors: tuple[EncoderAnchor, ...]
+    groups: RankGroups
+
+    @property
+    def parts(self) -> dict[str, nn.Module]:
+        """The separately sharded modules by name."""
+        return {**{anchor.name: anchor.module for anchor in self.anchors}, "llm": self.llm}
+
+    def encode(self, microbatch: MicroBatch, *, num_rows: int) -> Tensor:
+        """Run every encoder, with or without input, and return all rows [R, E], by encoder.
+
+        A collective where encoders are sharded: all ranks must call it.
+
+        Raises:
+            PlanError: The encoders made another number than ``num_rows``, which the plan says.
+        """
+        rows = torch.cat(
+            [
+                anchor.encode(microbatch.inputs[anchor.name], device=self.groups.device)
+                for anchor in self.anchors
+            ]
+        )
+        if len(rows) != num_rows:
+            raise PlanError(
+                f"the encoders made {len(rows)} rows, the plan says {num_rows}",
+                where=f"microbatch {microbatch.index} on rank {self.groups.rank}",
+                fix="report this: sizes and encoders disagree",
+            )
+        return rows
+
+    def release(self) -> None:
+        """Free gathered parameters, which a forward without backward leaves in place."""
+        for module in self.parts.values():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def omni_anchors(model: OmniModel) -> tuple[EncoderAnchor, ...]:
+    """Return the anchors of the model family: vision, then audio."""
+    vision, audio = model.encoders["vision"], model.encoders["audio"]
+    pictures = Modality.IMAGE, Modality.VIDEO
+    return (
+        EncoderAnchor("vision", vision, pictures, model.config.patch_values, "uint8"),
+        EncoderAnchor("audio", audio, (Modality.AUDIO,), model.config.sizes.audio.num_mels, "float32"),
+    )
+
+
+def colocate(
+    model: OmniModel,
+    *,
+    groups: RankGroups,
+    parallel: Mapping[str, ParallelConfig],
+    precision: Precision,
+    seed: int | None = None,
+    anchors: Sequence[EncoderAnchor] = (),
+) -> ColocatedModel:
+    """Shard every encoder and the LLM over its own mesh, and attach them to this rank.
+
+    All ranks must call this together. A model on the meta device gets storage for its shards only, and its
+    first weights from ``seed``.
+
+    Args:
+        model: The same weights on every rank, or on the meta device.
+        groups: The place of this rank.
+        parallel: By encoder name, and ``"llm"``; those not named use all ranks.
+        precision: Of forward and backward; parameters and the sums of gradients stay float32.
+        seed: Of the first weights; required on the meta device, where nothing else gives them.
+        anchors: Encoders in the order of the plans; by default those of the model family.
+
+    Raises:
+        ConfigError: ``parallel`` names no part of the model, or a degree does not divide the ranks.
+    """
+    anchors = tuple(anchors) or omni_anchors(model)
+    settings = {f"encoders.{anchor.name}.parallel": (anchor.name, anchor.module) for anchor in anchors}
+    settings["llm.parallel"] = ("llm", model.llm)
+    names = [name for name, _ in settings.values()]
+    unknown = sorted(set(parallel) - set(names))
+    if unknown:
+        raise ConfigError(
+            f"the model has no part {unknown[0]!r}", fix=f"its parts are {', '.join(sorted(names))}"
+        )
+    for setting, (name, module) in settings.items():
+        config = parallel.get(name, ParallelConfig())
+        mesh = make_module_mesh(device=groups.device, dp_shard=config.dp_shard, setting=f"{setting}.dp_shard")
+        shard_module(module, mesh=mesh, precision=precision)
+    if next(model.parameters()).is_meta:
+        if seed is None:
+            raise ValueError("a model on the meta device needs a seed for its first weights")
+        model.to_empty(device=groups.device)
+        model.init_weights(seed)
+    return ColocatedModel(module=model, llm=model.llm, anchors=anchors, groups=groups)

@@ -1,0 +1,298 @@
+"""One optimizer step, and one evaluation step, of all ranks together.
+
+The loss is one sum over the labels of the global batch divided by one global count, so where a sample runs
+cannot change it. Every rank enters the same collectives in the same order whatever its data: agreement, then
+per microbatch encoders, one exchange and the LLM, forward and backward, then one gathering of losses and
+norms. Decisions (skip, fail, clip) come from gathered values, so they are the same on every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from omni_pipeline.core.batch import IGNORE_LABEL, Batch, MicroBatch
+from omni_pipeline.core.sample import SampleId
+from trainer.agreement import Requests, agree, global_sums, raise_together, unite_failed
+from trainer.batches import batch_problem, idle_batch, rows_by_plan
+from trainer.colocation import ColocatedModel
+from trainer.model.llm import LlmOutput
+from trainer.optimizer import clip_gradients, local_square_sum
+from trainer.reshard import reshard
+
+NAMED_SAMPLES = 4
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a step changes, and how.
+
+    Args:
+        model: Encoders and LLM.
+        optimizer: See ``trainer.optimizer.build_optimizer``.
+        learning_rate_at: Learning rate by step.
+        grad_clip: Largest global gradient norm.
+        settings: Digests of the settings that must be equal on all ranks, by section.
+    """
+
+    model: ColocatedModel
+    optimizer: torch.optim.Optimizer
+    learning_rate_at: Callable[[int], float]
+    grad_clip: float
+    settings: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step did. Equal on all ranks but for ``failed`` (of the group) and ``timings`` (of the rank).
+
+    Args:
+        step: Its number.
+        ended: No rank had a batch, nothing was done.
+        loss: Mean over the labels of the global batch; NaN if skipped.
+        grad_norm: Global norm before clipping; NaN if skipped.
+        lr: Learning rate used.
+        num_tokens: Sequence positions of the global batch.
+        num_labels: Labels of the global batch, without those of failed samples.
+        num_failed: Failed samples of the global batch.
+        failed: Failed samples of this group.
+        skipped: There was no label, so neither weights nor optimizer changed.
+        requests: Wishes of all ranks.
+        timings: Seconds by stage: ``agree_s``, ``compute_s``, ``optimizer_s``.
+    """
+
+    step: int
+    ended: bool
+    loss: float
+    grad_norm: float
+    lr: float
+    num_tokens: int
+    num_labels: int
+    num_failed: int
+    failed: frozenset[SampleId]
+    skipped: bool
+    requests: Requests
+    timings: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """A step that all ranks have agreed on; the counts are those of the global batch.
+
+    Args:
+        batch: Of this rank; empty if only others have data; None if none has.
+        failed: Failed samples of the group.
+        num_labels: Labels without those of failed samples.
+        num_tokens: Sequence positions.
+        num_failed: Failed samples.
+        requests: Wishes of all ranks.
+    """
+
+    batch: Batch | None
+    failed: frozenset[SampleId]
+    num_labels: int
+    num_tokens: int
+    num_failed: int
+    requests: Requests
+
+
+def train_step(
+    learner: Learner, batch: Batch | None, *, step: int, requests: Requests | None = None
+) -> StepResult:
+    """Do one step; a collective of all ranks.
+
+    Args:
+        learner: Changed in place.
+        batch: Of this rank, or None if its data has ended: it helps the others with empty microbatches.
+        step: Its number, from 0.
+        requests: Wishes of this rank.
+
+    Raises:
+        StateMismatchError: Ranks differ in step, settings or plan.
+        RankError: A batch cannot run, or a loss or the gradient norm is not finite. Both are raised on all
+            ranks before the weights change, and name the rank.
+    """
+    model = learner.model
+    clock = _Clock()
+    prepared = prepare_step(model, batch, step=step, settings=learner.settings, requests=requests)
+    clock.lap("agree_s")
+    if prepared.batch is None or prepared.num_labels == 0:
+        return _result_without_update(prepared, step=step, timings=clock.laps)
+    loss_sums = [_forward_backward(model, microbatch, prepared) for microbatch in prepared.batch.microbatches]
+    loss_sum, grad_norm = _gather_and_check(model, loss_sums, prepared.batch, step=step)
+    clock.lap("compute_s")
+    lr = learner.learning_rate_at(step)
+    clip_gradients(model.module.parameters(), norm=grad_norm, limit=learner.grad_clip)
+    for group in learner.optimizer.param_groups:
+        group["lr"] = lr
+    learner.optimizer.step()
+    learner.optimizer.zero_grad()
+    clock.lap("optimizer_s")
+    return StepResult(
+        step=step,
+        ended=False,
+        loss=loss_sum / prepared.num_labels,
+        grad_norm=grad_norm,
+        lr=lr,
+        num_tokens=prepared.num_tokens,
+        num_labels=prepared.num_labels,
+        num_failed=prepared.num_failed,
+        failed=prepared.failed,
+        skipped=False,
+        requests=prepared.requests,
+        timings=clock.laps,
+    )
+
+
+def run_microbatch(
+    model: ColocatedModel,
+    microbatch: MicroBatch,
+    *,
+    num_rows: int,
+    failed: frozenset[SampleId],
+    with_logits: bool = False,
+) -> LlmOutput:
+    """Encoders, exchange, LLM: the forward of one microbatch; a collective of all ranks.
+
+    Args:
+        model: Encoders and LLM.
+        microbatch: Of this rank.
+        num_rows: Embedding rows that its encoders must make.
+        failed: Samples without loss.
+        with_logits: Also return the logits of all positions.
+    """
+    device = model.groups.device
+    rows = model.encode(microbatch, num_rows=num_rows)
+    media_rows, media_positions = reshard(rows, microbatch.reshard, group=model.groups.group)
+    output: LlmOutput = model.llm(
+        torch.from_numpy(microbatch.tokens).to(device, non_blocking=True),
+        torch.from_numpy(microbatch.positions).to(device, non_blocking=True),
+        microbatch.cu_seqlens,
+        media_rows,
+        media_positions,
+        torch.from_numpy(microbatch.labels_without(failed)).to(device, non_blocking=True),
+        with_logits=with_logits,
+    )
+    return output
+
+
+def prepare_step(
+    model: ColocatedModel,
+    batch: Batch | None,
+    *,
+    step: int,
+    settings: Mapping[str, str],
+    requests: Requests | None = None,
+) -> PreparedStep:
+    """Agree on the step: three small collectives on every rank, whatever its data.
+
+    Raises:
+        StateMismatchError, RankError: See ``train_step``.
+    """
+    groups = model.groups
+    agreement = agree(
+        batch,
+        step=step,
+        settings=settings,
+        problem="" if batch is None else batch_problem(batch, model.anchors, groups),
+        requests=requests or Requests(),
+        groups=groups,
+    )
+    failed = unite_failed(batch, groups)
+    microbatches = () if batch is None else batch.microbatches
+    spans = [span for microbatch in microbatches for span in microbatch.spans]
+    num_labels, num_tokens, num_failed = global_sums(
+        [
+            sum(int((item.labels_without(failed) != IGNORE_LABEL).sum()) for item in microbatches),
+            sum(span.end - span.start for span in spans),
+            sum(span.id in failed for span in spans),
+        ]
+    )
+    if batch is None and agreement.num_microbatches:
+        batch = idle_batch(
+            step=step, num_microbatches=agreement.num_microbatches, anchors=model.anchors, groups=groups
+        )
+    return PreparedStep(batch, failed, num_labels, num_tokens, num_failed, agreement.requests)
+
+
+def _forward_backward(model: ColocatedModel, microbatch: MicroBatch, prepared: PreparedStep) -> Tensor:
+    """Add the gradients of one microbatch; return its summed loss, on the device."""
+    assert prepared.batch is not None, "agreed steps have a batch"
+    num_rows = rows_by_plan(prepared.batch.plan, microbatch.index, rank=model.groups.rank)
+    output = run_microbatch(model, microbatch, num_rows=num_rows, failed=prepared.failed)
+    torch.autograd.backward(output.loss_sum / prepared.num_labels)
+    return output.loss_sum.detach()
+
+
+def _gather_and_check(
+    model: ColocatedModel, loss_sums: list[Tensor], batch: Batch, *, step: int
+) -> tuple[float, float]:
+    """Return the global loss sum and gradient norm; the one place where the host waits for the device.
+
+    Every rank adds the same gathered numbers in the same order, so all get the same bits.
+
+    Raises:
+        RankError: One of them is not finite; names the step and the samples, on all ranks.
+    """
+    groups = model.groups
+    squares = local_square_sum(model.module.parameters(), world_size=groups.topology.world_size)
+    own = torch.stack([squares, *(loss.double().cpu() for loss in loss_sums)])
+    gathered = torch.empty(groups.topology.world_size * len(own), dtype=torch.float64)
+    dist.all_gather_into_tensor(gathered, own)
+    rows: list[list[float]] = gathered.view(-1, len(own)).tolist()
+    grad_square = sum(row[0] for row in rows)
+    loss_sum = sum(loss for row in rows for loss in row[1:])
+    if not math.isfinite(grad_square) or not math.isfinite(loss_sum):
+        # A bad gradient without a bad loss cannot be told apart by rank: gradients are already summed.
+        suspects = own.tolist()[1:] if not math.isfinite(loss_sum) else [math.nan] * len(loss_sums)
+        what = f"step {step}: loss sum is {loss_sum}, squared gradient norm is {grad_square}"
+        raise_together(_not_finite(suspects, batch), what=what, groups=groups)
+    return loss_sum, math.sqrt(grad_square)
+
+
+def _not_finite(losses: list[float], batch: Batch) -> str:
+    """Return which samples of this rank ran in microbatches whose loss is not finite, or ""."""
+    pairs = zip(batch.microbatches, losses, strict=True)
+    bad = [microbatch for microbatch, loss in pairs if not math.isfinite(loss)]
+    if not bad:
+        return ""
+    spans = [span for microbatch in bad for span in microbatch.spans]
+    names = [f"{span.id.source!r} shard {span.id.shard} sample {span.key}" for span in spans[:NAMED_SAMPLES]]
+    more = f" and {len(spans) - NAMED_SAMPLES} more" if len(spans) > NAMED_SAMPLES else ""
+    return f"microbatches {[item.index for item in bad]} with {', '.join(names) or 'no sample'}{more}"
+
+
+def _result_without_update(prepared: PreparedStep, *, step: int, timings: Mapping[str, float]) -> StepResult:
+    return StepResult(
+        step=step,
+        ended=prepared.batch is None,
+        loss=math.nan,
+        grad_norm=math.nan,
+        lr=0.0,
+        num_tokens=prepared.num_tokens,
+        num_labels=prepared.num_labels,
+        num_failed=prepared.num_failed,
+        failed=prepared.failed,
+        skipped=prepared.batch is not None,
+        requests=prepared.requests,
+        timings=timings,
+    )
+
+
+class _Clock:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def lap(self, name: str) -> None:
+        now = time.perf_counter()
+        self.laps[name] = now - self._last
+        self._last = now
