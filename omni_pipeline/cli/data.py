@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,6 @@ def command() -> None:
     "--max-mb", type=click.FloatRange(0, min_open=True), default=1000.0, show_default=True, help="MB a shard."
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to count tokens with.")
-@click.option("--workers", type=click.IntRange(0), default=2, show_default=True, help="Indexing processes.")
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def prepare(
     inputs: tuple[Path, ...],
@@ -43,14 +42,12 @@ def prepare(
     max_count: int,
     max_mb: float,
     tokenizer: Path | None,
-    workers: int,
     as_json: bool,
 ) -> None:
     """Turn folders or JSONL manifests (INPUTS) into WebDataset tar shards, and index them.
 
-    In a folder, files with the same name up to the first dot make a sample: 1.jpg and 1.txt. A manifest has one
-    object per line, from member suffix to a media path (relative to the manifest) or to text:
-    {"jpg": "photos/1.jpg", "txt": "A red barn."}.
+    In a folder, files with the same name up to the suffix make a sample: 1.jpg and 1.txt. A manifest has one
+    object per line: {"image": "photos/1.jpg", "text": "A red barn."}; paths are relative to the manifest.
 
     Example: omni data prepare photos/ --out shards/ --name photos --max-count 1000
     """
@@ -66,17 +63,17 @@ def prepare(
             max_count=max_count,
             max_bytes=round(max_mb * 1e6),
             tokenizer_path=tokenizer,
-            num_workers=workers,
             progress=advance,
         )
     if as_json:
         click.echo(json.dumps(asdict(made), default=str))
         return
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(made.num_by_modality.items()))
-    click.echo(
-        f"{made.num_samples} samples ({kinds}), {made.num_bytes / 1e6:.1f} MB in {len(made.shards)} shards: {out}"
-    )
-    _echo_problems([f"{place}: {reason}" for place, reason in made.skipped], "left out")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(made.num_members.items()))
+    size_mb = made.num_bytes / 1e6
+    click.echo(f"{made.num_samples} samples ({kinds}), {size_mb:.1f} MB in {len(made.shards)} shards: {out}")
+    if made.num_skipped:
+        click.echo(f"{made.num_skipped} files belong to no sample and were left out")
+    _echo_problems(_bad_members(made.reports), "bad members")
 
 
 @command.command()
@@ -107,7 +104,7 @@ def index(shards: tuple[str, ...], tokenizer: Path | None, workers: int, force: 
         reports = index_shards(
             found, tokenizer_path=tokenizer, num_workers=workers, force=force, progress=on_report
         )
-    bad = [f"{report.shard}, {member}: {reason}" for report in reports for member, reason in report.bad]
+    bad = _bad_members(reports)
     broken = [f"{report.shard}: {report.error}" for report in reports if report.error]
     cut = [f"{report.shard}: {report.damage}" for report in reports if report.damage]
     summary = {
@@ -153,6 +150,10 @@ class progress_bar:  # noqa: N801 (used as a context manager)
 
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
+
+
+def _bad_members(reports: Sequence[IndexReport]) -> list[str]:
+    return [f"{report.shard}, {member}: {reason}" for report in reports for member, reason in report.bad]
 
 
 def _echo_problems(problems: list[str], title: str) -> None:
