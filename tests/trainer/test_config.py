@@ -1,0 +1,114 @@
+"""Presets, overrides and messages of the model settings."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from pydantic import BaseModel
+
+from omni_pipeline.core.config import validate
+from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.sizes import ModelSizes, VisionSizes
+from trainer.config import PRESETS, LlmConfig, ModelConfig, parameter_counts
+
+
+class _Run(BaseModel):
+    model: ModelConfig = ModelConfig()
+
+
+@pytest.mark.parametrize(
+    ("size", "vision", "audio", "llm"),
+    # Sums by hand from the published widths; the LLM of 7b is the 7.6 billion of Qwen2.5-7B.
+    [("3b", 668_684_288, 637_672_448, 3_397_103_616), ("7b", 676_550_144, 639_640_064, 7_615_616_512)],
+)
+def test_published_sizes_have_the_published_number_of_parameters(
+    size: str, vision: int, audio: int, llm: int
+) -> None:
+    config = ModelConfig.model_validate({"size": size})
+    assert parameter_counts(config) == {"vision": vision, "audio": audio, "llm": llm}
+
+
+@pytest.mark.parametrize("size", sorted(PRESETS))
+def test_one_override_keeps_the_rest_of_the_preset(size: str) -> None:
+    preset = ModelConfig.model_validate({"size": size})
+    changed = ModelConfig.model_validate({"size": size, "llm": {"layers": 5}})
+    assert changed.llm.layers == 5
+    assert changed.llm.model_copy(update={"layers": preset.llm.layers}) == preset.llm
+    assert (changed.vision, changed.audio, changed.sizes) == (preset.vision, preset.audio, preset.sizes)
+
+
+def test_overrides_reach_into_nested_tables_and_take_models() -> None:
+    nested = ModelConfig.model_validate({"size": "demo", "sizes": {"vision": {"max_pixels": 784}}})
+    assert nested.sizes.vision.max_pixels == 784
+    assert nested.sizes.audio.num_mels == 80
+    given = ModelConfig(size="demo", sizes=ModelSizes(vision=VisionSizes(max_pixels=784)))
+    assert given.sizes.vision == nested.sizes.vision.model_copy(update={"min_pixels": 784})
+    assert given == nested
+
+
+@pytest.mark.parametrize("size", sorted(PRESETS))
+def test_dumped_settings_read_back_equal(size: str) -> None:
+    config = ModelConfig.model_validate({"size": size, "audio": {"chunk": 100}})
+    assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
+
+
+def test_validation_does_not_change_the_presets() -> None:
+    before = repr(PRESETS)
+    ModelConfig.model_validate({"size": "demo", "llm": {"layers": 1}, "sizes": {"audio": {"num_mels": 8}}})
+    assert repr(PRESETS) == before
+
+
+def test_vocabulary_is_padded_to_a_multiple_of_64() -> None:
+    assert ModelConfig(size="demo").llm.padded_vocab == 320
+    assert ModelConfig(size="3b").llm.padded_vocab == 151_936
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"llm": {"layer": 3}}, "unknown setting 'model.llm.layer'; did you mean 'layers'?"),
+        (
+            {"llm": {"rope_sections": [1, 1, 1]}},
+            "setting 'model.llm': rope_sections (1, 1, 1) do not sum to half of head_dim 32",
+        ),
+        ({"llm": {"heads": 5}}, "setting 'model.llm': heads 5 is not a multiple of kv_heads 2"),
+        (
+            {"vision": {"layers": 2}},
+            "setting 'model.vision': full_attention_layers names block 2, the blocks are 0 .. 1",
+        ),
+        (
+            {"vision": {"hidden": 100}},
+            "setting 'model.vision': hidden 100 is not a multiple of 4 x heads = 16",
+        ),
+        (
+            {"vision": {"window": 30}},
+            "setting 'model': vision.window 30 is not a multiple of sizes.vision.patch x merge = 28",
+        ),
+        ({"audio": {"chunk": 7}}, "setting 'model.audio': chunk 7 is odd; the convolution halves it"),
+        ({"audio": {"heads": 3}}, "setting 'model.audio': hidden 128 is not an even multiple of heads 3"),
+    ],
+)
+def test_wrong_settings_are_named_with_value_and_limit(table: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        validate(_Run, {"model": {"size": "demo", **table}}, where="run.toml")
+    assert caught.value.what == message
+
+
+@pytest.mark.parametrize("size", ["70b", 3, ["demo"]])
+def test_unknown_size_names_the_known_ones(size: object) -> None:
+    with pytest.raises(
+        ConfigError, match=r"setting 'model.size': Input should be 'tiny', 'demo', '3b' or '7b'"
+    ):
+        validate(_Run, {"model": {"size": size}}, where="run.toml")
+
+
+def test_rows_of_heads_must_fill_sections_in_code_too() -> None:
+    with pytest.raises(ValueError, match="rope_sections"):
+        LlmConfig(head_dim=64)
+
+
+def test_settings_and_flops_load_without_torch() -> None:
+    code = "import sys, trainer.config, trainer.flops; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
