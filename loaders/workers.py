@@ -314,6 +314,7 @@ class _Worker:
         finally:
             theirs.close()
         self._channel = Channel(ours)
+        self._ready = False
 
     @property
     def pid(self) -> int:
@@ -330,9 +331,16 @@ class _Worker:
         except TimeoutError as error:
             raise _StartError(f"not ready after {timeout_s:g} s") from error
         except (EOFError, OSError) as error:
-            raise _StartError(f"exit code {self.stop(graceful=True)} before it was ready") from error
+            raise _StartError(f"exit code {self._end_code()} before it was ready") from error
         if word != "ready":
             raise _StartError(detail)
+        self._ready = True
+
+    def _end_code(self) -> int | None:
+        try:
+            return self._process.wait(timeout=_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return None
 
     def call(self, request: Any, *, deadline_s: float) -> Reply:
         deadline = time.monotonic() + deadline_s
@@ -347,7 +355,7 @@ class _Worker:
         """End the process and reap it; return its exit code. Idle workers leave at the end of the channel."""
         self._channel.close()
         try:
-            if graceful:
+            if graceful and self._ready:
                 return self._process.wait(timeout=_STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             logger.debug("decode worker %s is busy, killing it", self.pid)

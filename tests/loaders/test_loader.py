@@ -1,0 +1,407 @@
+"""The whole loader over small real shards: nothing but the data and the place changes a batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from balancer.planner import BalanceConfig, GroupPlanner
+from loaders.assemble import ModelInputs
+from loaders.decode.text import ByteTokenizer
+from loaders.index import index_shards
+from loaders.loader import OmniLoader, merge_states
+from loaders.loader_config import LoaderConfig
+from loaders.order import Order, OrderConfig
+from loaders.quarantine import read_quarantine
+from loaders.source import Source, SourceConfig, open_source
+from loaders.step import Place
+from omni_pipeline.core.batch import IGNORE_LABEL, Batch
+from omni_pipeline.core.errors import DataError, PlanError, StateMismatchError
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.sizes import AudioSizes, ModelSizes, VisionSizes
+from omni_pipeline.core.topology import Topology
+from tests.balancer.worlds import cost_model
+from tests.support.resume import assert_resumes_anywhere
+from tests.support.shards import caption_members, image_bytes, talk_members, write_tar
+
+SIZES = ModelSizes(vision=VisionSizes(min_pixels=28 * 28, max_pixels=56 * 56), audio=AudioSizes(num_mels=16))
+MODEL = ModelInputs(
+    sizes=SIZES,
+    special=ByteTokenizer.special,
+    encoders={"vision": (Modality.IMAGE, Modality.VIDEO), "audio": (Modality.AUDIO,)},
+)
+IDENTITY = {"seed": 7, "sources": ["captions", "talks"]}
+BROKEN_KEY = "000004"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Two sources, and where the run keeps its records."""
+
+    sources: tuple[Source, ...]
+    folder: Path
+
+
+def make_data(folder: Path, *, broken: bool) -> Data:
+    """Captions in two shards, talks in one; ``broken`` cuts a JPEG in half, so that its header is right."""
+    members = caption_members(12)
+    if broken:
+        whole = image_bytes(
+            84, 56, seed=4, pixels=np.random.default_rng(0).integers(0, 255, (56, 84, 3), "u1")
+        )
+        members[f"{BROKEN_KEY}.jpg"] = whole[: len(whole) // 2]
+    names = list(members)
+    folder.mkdir(exist_ok=True)
+    for number, part in enumerate((names[:12], names[12:])):
+        write_tar(folder / f"captions-{number}.tar", {name: members[name] for name in part})
+    write_tar(folder / "talks-0.tar", talk_members(6))
+    index_shards(sorted(str(path) for path in folder.glob("*.tar")))
+    sources = [
+        SourceConfig(
+            name=name,
+            shards=str(folder / f"{name}-*.tar"),
+            layout={"kind": "fields", "fields": [suffix, "txt"]},
+        )
+        for name, suffix in (("captions", "jpg"), ("talks", "wav"))
+    ]
+    return Data(tuple(open_source(item, SIZES, ByteTokenizer()) for item in sources), folder)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("good"), broken=False)
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> Data:
+    return make_data(tmp_path_factory.mktemp("damaged"), broken=True)
+
+
+def make_loader(
+    data: Data,
+    *,
+    quarantine: Path,
+    topology: Topology | None = None,
+    rank: int = 0,
+    epochs: int | None = None,
+    identity: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> OmniLoader:
+    layout = topology or Topology(world_size=1)
+    order_config = OrderConfig(lanes=4, packs_per_step=4, seq_len=96, look_ahead=4, epochs=epochs)
+    place = Place(layout, rank)
+    order = Order(
+        order_config,
+        sources=data.sources,
+        weights={"captions": 0.6, "talks": 0.4},
+        seed=7,
+        lanes=[lane for lane in range(4) if lane % layout.num_groups == place.group],
+    )
+    planner = GroupPlanner(
+        layout,
+        cost_model=cost_model(),
+        config=BalanceConfig(),
+        num_lanes=4,
+        packs_per_step=4,
+        encoders=tuple(MODEL.encoders),
+    )
+    return OmniLoader(
+        LoaderConfig(**{"num_workers": 0, "max_bad_fraction": 1.0, **settings}),
+        order=order,
+        planner=planner,
+        place=place,
+        model=MODEL,
+        tokenizer_path=None,
+        quarantine=quarantine,
+        identity=identity or IDENTITY,
+    )
+
+
+def content(batch: Batch) -> list[Any]:
+    """All that training sees of a batch, and its state."""
+    found: list[Any] = [batch.plan.digest, sorted(batch.failed), batch.num_bytes, batch.exhausted]
+    for microbatch in batch.microbatches:
+        arrays: list[np.ndarray[Any, Any]] = [microbatch.tokens, microbatch.labels, microbatch.positions]
+        arrays.append(microbatch.cu_seqlens)
+        for encoder, item in microbatch.inputs.items():
+            found.append(encoder)
+            arrays.extend([item.values, item.grids])
+        arrays.extend([microbatch.reshard.send_rows, microbatch.reshard.recv_positions])
+        found.extend((array.dtype.str, array.shape, array.tobytes()) for array in arrays)
+        found.append(microbatch.spans)
+    return [*found, {**batch.state, "saved_with": None}]
+
+
+def take(loader: OmniLoader, num_batches: int) -> list[list[Any]]:
+    with loader:
+        return [content(next(loader)) for _ in range(num_batches)]
+
+
+@pytest.fixture
+def quarantine(tmp_path: Path) -> Path:
+    return tmp_path / "run" / "quarantine.jsonl"
+
+
+def test_every_position_resumes_to_the_same_rest_even_with_a_broken_sample(
+    damaged: Data, quarantine: Path
+) -> None:
+    def close(loader: OmniLoader) -> None:
+        loader.close()
+
+    assert_resumes_anywhere(
+        lambda: make_loader(damaged, quarantine=quarantine),
+        num_items=5,
+        same=lambda left, right: content(left) == content(right),
+        finish=close,
+    )
+    assert read_quarantine(quarantine)
+
+
+def test_batches_hold_real_tokens_labels_and_media(good: Data, quarantine: Path) -> None:
+    special = (ByteTokenizer.special.image, ByteTokenizer.special.audio)
+    text = ""
+    media_bytes = dict.fromkeys(MODEL.encoders, 0)
+    with make_loader(good, quarantine=quarantine) as loader:
+        for _ in range(4):
+            batch = next(loader)
+            num_labels = 0
+            for microbatch in batch.microbatches:
+                trained = microbatch.labels[microbatch.labels != IGNORE_LABEL]
+                num_labels += len(trained)
+                text += ByteTokenizer().decode(trained)
+                placed = batch.plan.media_of(rank=0, microbatch=microbatch.index)
+                assert int(np.isin(microbatch.tokens, special).sum()) == sum(item.num_rows for item in placed)
+                for media in placed:
+                    assert microbatch.tokens[media.position] in special
+                    assert microbatch.tokens[media.position - 1] not in special
+                for encoder, item in microbatch.inputs.items():
+                    media_bytes[encoder] += int(np.count_nonzero(item.values))
+            assert num_labels == sum(pack.num_labels for pack in batch.plan.packs)
+            assert {"plan_s", "fetch_s", "decode_s", "assemble_s", "wait_s"} == batch.timings.keys()
+    assert "picture number " in text
+    assert "talk " in text
+    assert all(media_bytes.values())
+    assert not quarantine.exists()
+
+
+def test_worker_count_and_prefetch_never_show(good: Data, quarantine: Path) -> None:
+    plain = take(make_loader(good, quarantine=quarantine, prefetch_steps=1), 6)
+    assert len({repr(item[0]) for item in plain}) == 6
+    others = make_loader(good, quarantine=quarantine, num_workers=2, prefetch_steps=4, prefetch_bytes=1)
+    assert take(others, 6) == plain
+
+
+def test_a_killed_worker_changes_no_batch(good: Data, quarantine: Path) -> None:
+    plain = take(make_loader(good, quarantine=quarantine), 8)
+    with make_loader(good, quarantine=quarantine, num_workers=1, prefetch_steps=1) as loader:
+        found = [content(next(loader))]
+        (worker,) = psutil.Process().children()
+        os.kill(worker.pid, signal.SIGKILL)
+        found.extend(content(next(loader)) for _ in range(7))
+        assert [child.pid for child in psutil.Process().children()] != [worker.pid]
+    assert found == plain
+    assert not quarantine.exists()
+
+
+def test_a_broken_picture_keeps_its_place_without_labels_and_is_recorded_once(
+    damaged: Data, quarantine: Path
+) -> None:
+    num_failures = 0
+    with make_loader(damaged, quarantine=quarantine, epochs=1) as loader:
+        while not loader.finished:
+            batch = next(loader)
+            for microbatch in batch.microbatches:
+                for span in microbatch.spans:
+                    labels = microbatch.labels[span.start : span.end]
+                    assert (span.id in batch.failed) == bool((labels == IGNORE_LABEL).all())
+                    if span.id in batch.failed:
+                        num_failures += 1
+                        assert span.key == BROKEN_KEY
+                        assert set(microbatch.tokens[span.start : span.end]) == {ByteTokenizer.special.eos}
+    assert num_failures == 1
+    (record,) = read_quarantine(quarantine)
+    assert (record.source, record.key, record.member) == ("captions", BROKEN_KEY, f"{BROKEN_KEY}.jpg")
+    assert (record.stage, record.rank) == ("decode", 0)
+    assert record.length > 0
+    assert record.reason
+
+
+def test_a_replayed_failure_is_repeated_though_the_bytes_are_good_and_not_recorded_twice(
+    tmp_path: Path, quarantine: Path
+) -> None:
+    data = make_data(tmp_path / "data", broken=True)
+    first = take(make_loader(data, quarantine=quarantine), 4)
+    assert any(item[1] for item in first)
+    records = read_quarantine(quarantine)
+    mended = image_bytes(84, 56, seed=4)
+    assert len(mended) < records[0].length
+    with open(records[0].shard, "r+b") as shard:
+        shard.seek(records[0].offset)
+        shard.write(mended)
+    assert take(make_loader(data, quarantine=quarantine), 4) == first
+    assert read_quarantine(quarantine) == records
+    fresh = take(make_loader(data, quarantine=tmp_path / "other.jsonl"), 4)
+    assert not any(item[1] for item in fresh)
+
+
+def test_a_source_past_its_error_budget_stops_the_run_with_the_original_error(
+    damaged: Data, quarantine: Path
+) -> None:
+    with make_loader(damaged, quarantine=quarantine, max_bad_fraction=0.0) as loader:
+        with pytest.raises(DataError, match=r"limit 0\.0%") as caught:
+            take(loader, 100)
+        assert "loader.max_bad_fraction" in caught.value.fix
+        with pytest.raises(RuntimeError, match="the loader is closed"):
+            next(loader)
+
+
+def test_an_error_in_planning_reaches_the_consumer_as_it_is(
+    good: Data, quarantine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = PlanError("no such rank", where="here", fix="this way")
+
+    def plan(*_: Any, **__: Any) -> None:
+        raise broken
+
+    monkeypatch.setattr(GroupPlanner, "plan", plan)
+    with make_loader(good, quarantine=quarantine) as loader, pytest.raises(PlanError) as caught:
+        next(loader)
+    assert caught.value is broken
+
+
+def test_the_byte_budget_holds_and_one_step_above_it_passes_alone(good: Data, quarantine: Path) -> None:
+    with make_loader(good, quarantine=quarantine) as loader:
+        largest = max(next(loader).num_bytes for _ in range(8))
+    limit = 2 * largest
+    with make_loader(good, quarantine=quarantine, prefetch_steps=8, prefetch_bytes=limit) as loader:
+        for _ in range(8):
+            next(loader)
+        assert largest < loader.peak_bytes <= limit
+    with make_loader(good, quarantine=quarantine, prefetch_steps=8, prefetch_bytes=1) as loader:
+        sizes = [next(loader).num_bytes for _ in range(8)]
+        assert loader.peak_bytes <= max(*sizes, largest)
+
+
+def test_ranks_share_the_work_of_a_step_and_lose_nothing(good: Data, quarantine: Path) -> None:
+    topology = Topology(world_size=4, tp=2, replicas_per_group=0)
+    loaders = [make_loader(good, quarantine=quarantine, topology=topology, rank=rank) for rank in range(4)]
+    alone = make_loader(good, quarantine=quarantine)
+    try:
+        for _ in range(3):
+            batches = [next(loader) for loader in loaders]
+            whole = next(alone)
+            assert len({batch.plan.digest for batch in batches}) == 1
+            assert len({json.dumps(batch.state["lanes"]) for batch in batches}) == 1
+            for encoder in MODEL.encoders:
+                parts = [microbatch.inputs[encoder] for batch in batches for microbatch in batch.microbatches]
+                total = sum(len(microbatch.inputs[encoder].values) for microbatch in whole.microbatches)
+                assert sum(len(part.values) for part in parts) == total
+            # Tensor-parallel ranks of a replica see the same tokens; replicas see different ones.
+            for left, right in (batches[:2], batches[2:]):
+                for one, other in zip(left.microbatches, right.microbatches, strict=True):
+                    np.testing.assert_array_equal(one.tokens, other.tokens)
+                    np.testing.assert_array_equal(one.labels, other.labels)
+            seen = [span.id for batch in batches[::2] for item in batch.microbatches for span in item.spans]
+            assert sorted(seen) == sorted(span.id for item in whole.microbatches for span in item.spans)
+    finally:
+        for loader in [*loaders, alone]:
+            loader.close()
+
+
+def test_states_of_groups_merge_and_load_at_another_number_of_groups(good: Data, quarantine: Path) -> None:
+    two = Topology(world_size=2, replicas_per_group=1)
+    loaders = [make_loader(good, quarantine=quarantine, topology=two, rank=rank) for rank in range(2)]
+    for loader in loaders:
+        take_two = [next(loader), next(loader)]
+        assert take_two[-1].state["step"] == 2
+    merged = json.loads(json.dumps(merge_states([loader.state_dict() for loader in loaders])))
+    rest = {0: set(), 1: set()}  # type: dict[int, set[Any]]
+    for loader in loaders:
+        for number in range(2):
+            rest[number] |= {(pack.lane, pack.number, pack.samples) for pack in next(loader).plan.packs}
+        loader.close()
+    with make_loader(good, quarantine=quarantine) as alone:
+        alone.load_state_dict(merged)
+        for number in range(2):
+            batch = next(alone)
+            assert {(pack.lane, pack.number, pack.samples) for pack in batch.plan.packs} == rest[number]
+    with make_loader(good, quarantine=quarantine, topology=two, rank=1) as other:
+        other.load_state_dict(merged)
+        assert set(other.state_dict()["lanes"]) == {"1", "3"}
+    assert set(merged["lanes"]) == {"0", "1", "2", "3"}
+
+
+def test_states_that_do_not_fit_are_refused_and_change_nothing(good: Data, quarantine: Path) -> None:
+    with make_loader(good, quarantine=quarantine) as loader:
+        next(loader)
+        state = loader.state_dict()
+        with pytest.raises(RuntimeError, match="after the first batch"):
+            loader.load_state_dict(state)
+    with (
+        make_loader(good, quarantine=quarantine, identity={**IDENTITY, "seed": 8}) as loader,
+        pytest.raises(StateMismatchError, match="setting 'seed' was 7 when saved, is 8 here"),
+    ):
+        loader.load_state_dict(state)
+    with make_loader(good, quarantine=quarantine) as loader:
+        before = loader.state_dict()
+        for broken in (
+            {**state, "version": 99},
+            {**state, "step": -1},
+            {**state, "lanes": None},
+            {**state, "lanes": {"0": state["lanes"]["0"]}},
+        ):
+            with pytest.raises(StateMismatchError):
+                loader.load_state_dict(broken)
+            assert loader.state_dict() == before
+    other = {**state, "step": 5}
+    with pytest.raises(StateMismatchError, match="are of steps 1 and 5"):
+        merge_states([state, other])
+    with pytest.raises(StateMismatchError, match="no loader state"):
+        merge_states([])
+
+
+def test_after_the_last_sample_batches_are_empty_and_say_so(good: Data, quarantine: Path) -> None:
+    with make_loader(good, quarantine=quarantine, epochs=1) as loader:
+        seen: list[Any] = []
+        while not loader.finished:
+            batch = next(loader)
+            seen.extend(span.id for item in batch.microbatches for span in item.spans)
+        assert batch.exhausted
+        assert len(seen) == len(set(seen)) == 18
+        after = next(loader)
+        assert after.exhausted
+        assert after.microbatches
+        for microbatch in after.microbatches:
+            assert microbatch.tokens.tolist() == [ByteTokenizer.special.eos]
+            assert [len(item.values) for item in microbatch.inputs.values()] == [0, 0]
+
+
+@pytest.fixture
+def settled() -> Iterator[None]:
+    before = set(threading.enumerate())
+    yield
+    assert set(threading.enumerate()) <= before
+    assert not psutil.Process().children()
+
+
+@pytest.mark.usefixtures("settled")
+def test_close_leaves_no_thread_and_no_process_at_any_moment(good: Data, quarantine: Path) -> None:
+    for num_batches in (0, 2):
+        loader = make_loader(good, quarantine=quarantine, num_workers=2, prefetch_steps=3)
+        for _ in range(num_batches):
+            next(loader)
+        loader.close()
+        loader.close()
+    blocked = make_loader(good, quarantine=quarantine, prefetch_steps=3, prefetch_bytes=1)
+    next(blocked)
+    blocked.close()

@@ -1,0 +1,131 @@
+"""Records survive crashes and several writers; budgets stop a run; failures are repeated on resume."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loaders.quarantine import ErrorBudget, Quarantine, QuarantineRecord, read_quarantine
+from omni_pipeline.core.errors import DataError
+from omni_pipeline.core.sample import SampleId
+
+
+def record(*, step: int = 0, row: int = 0, rank: int = 0, reason: str = "broken") -> QuarantineRecord:
+    return QuarantineRecord(
+        step=step,
+        source="captions",
+        shard="data/captions-00000.tar",
+        shard_index=0,
+        row=row,
+        key=f"{row:06d}",
+        member=f"{row:06d}.jpg",
+        offset=512,
+        length=1000,
+        stage="decode",
+        reason=reason,
+        rank=rank,
+    )
+
+
+def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "quarantine.jsonl"
+    assert read_quarantine(path) == []
+    records = [record(row=row, reason='a "quoted" line\nbreak, \u00fc and \ud800') for row in range(3)]
+    with Quarantine(path, rank=0) as quarantine:
+        for item in records:
+            quarantine.add(item)
+    read = read_quarantine(path)
+    assert read == records
+    assert all(item.time > 1.6e9 for item in read)
+    assert {"source", "shard", "key", "member", "offset", "length", "stage", "reason"} <= json.loads(
+        path.read_text(encoding="ascii").splitlines()[0]
+    ).keys()
+
+
+def test_a_line_cut_by_a_crash_is_skipped_and_does_not_spoil_the_next_record(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    with Quarantine(path, rank=0) as quarantine:
+        quarantine.add(record(row=0))
+        quarantine.add(record(row=1))
+    path.write_bytes(path.read_bytes()[:-20])
+    with Quarantine(path, rank=0) as quarantine:
+        quarantine.add(record(row=2))
+    with caplog.at_level(logging.WARNING):
+        assert [item.row for item in read_quarantine(path)] == [0, 2]
+    assert "skipped 1 lines that are no record, first at line 2" in caplog.text
+
+
+@pytest.mark.parametrize("line", [b"7", b"{}", b'{"step": "x"}', b"\xff\xfe", b"[1]"])
+def test_lines_of_other_content_are_no_records(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    with Quarantine(path, rank=0) as quarantine:
+        quarantine.add(record())
+    path.write_bytes(line + b"\n" + path.read_bytes())
+    assert read_quarantine(path) == [record()]
+
+
+def test_several_processes_append_to_one_file_without_mixing_lines(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    code = """
+import sys
+from pathlib import Path
+from tests.loaders.test_quarantine import record
+from loaders.quarantine import Quarantine
+rank = int(sys.argv[2])
+with Quarantine(Path(sys.argv[1]), rank=rank) as quarantine:
+    for step in range(100):
+        quarantine.add(record(step=step, row=rank, rank=rank, reason="x" * (rank + 1) * 500))
+"""
+    root = Path(__file__).parents[2]
+    writers = [
+        subprocess.Popen([sys.executable, "-c", code, str(path), str(rank)], cwd=root) for rank in range(3)
+    ]
+    assert [writer.wait(60) for writer in writers] == [0, 0, 0]
+    read = read_quarantine(path)
+    assert len(read) == 300
+    for rank in range(3):
+        assert [item.step for item in read if item.rank == rank] == list(range(100))
+
+
+def test_failures_of_steps_that_run_again_are_known_and_not_written_twice(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    with Quarantine(path, rank=0) as quarantine:
+        for step in (3, 5, 7):
+            quarantine.add(record(step=step, row=step))
+    with Quarantine(path, rank=0) as again:
+        assert again.honour_from(5) == 2
+        assert again.known(3) == frozenset()
+        assert again.known(5) == {SampleId("captions", 0, 5)}
+        again.add(record(step=5, row=5))
+        again.add(record(step=5, row=6))
+    assert [(item.step, item.row) for item in read_quarantine(path)] == [(3, 3), (5, 5), (7, 7), (5, 6)]
+
+
+def test_a_source_past_its_budget_stops_the_run_once_enough_samples_were_seen() -> None:
+    budget = ErrorBudget(0.1, rank=3)
+    ids = [SampleId("captions", 0, row) for row in range(99)]
+    budget.count(ids, failed=frozenset(ids))
+    assert budget.bad_fraction("captions") == 1.0
+    with pytest.raises(DataError) as caught:
+        budget.count([SampleId("captions", 1, 0)], failed=frozenset())
+    assert str(caught.value) == (
+        "99 of 100 samples failed (99.0%), limit 10.0%\n"
+        "  where: source 'captions' (rank 3)\n"
+        "  fix:   mend the shards (see the run's quarantine.jsonl), or raise loader.max_bad_fraction"
+    )
+
+
+def test_each_source_has_its_own_budget_and_the_limit_itself_is_allowed() -> None:
+    budget = ErrorBudget(0.1, rank=0)
+    good = [SampleId("good", 0, row) for row in range(1000)]
+    bad = [SampleId("bad", 0, row) for row in range(100)]
+    budget.count([*good, *bad], failed=frozenset(bad[:10]))
+    with pytest.raises(DataError, match="source 'bad'"):
+        budget.count(bad[:1], failed=frozenset(bad[:1]))
