@@ -181,16 +181,17 @@ def bucket_means(steps: npt.NDArray[np.int64], values: FloatArray) -> tuple[Floa
 
 
 def moving_mean(values: FloatArray, *, window: int) -> FloatArray:
-    """Return centred means over ``window`` values, fewer at the ends; gaps stay gaps."""
-    if window <= 1:
-        return values
+    """Return centred means over ``window`` values; gaps stay gaps.
+
+    Windows shrink towards both ends, so a steep start is not flattened: the first and last values are kept.
+    """
     finite = np.isfinite(values)
-    kernel = np.ones(min(window, len(values)) | 1)
-    total = np.convolve(np.where(finite, values, 0.0), kernel, mode="full")
-    count = np.convolve(finite.astype(np.float64), kernel, mode="full")
-    start = len(kernel) // 2
-    total, count = (item[start : start + len(values)] for item in (total, count))
-    return np.where(finite, total / np.maximum(count, 1), np.nan)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(finite, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(finite)])
+    index = np.arange(len(values))
+    half = np.minimum(window // 2, np.minimum(index, index[::-1]))
+    low, high = index - half, index + half + 1
+    return np.where(finite, (sums[high] - sums[low]) / np.maximum(counts[high] - counts[low], 1), np.nan)
 
 
 def nice_ticks(low: float, high: float, *, number: int = 5) -> list[float]:
@@ -289,7 +290,7 @@ def _draw_line(frame: _Frame, line: Line) -> str:
         return f'<circle class="dot f{line.colour % 8}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"></circle>'
     if line.style == "dashed":
         return _path(frame, f"{css} dashed", *_thin(line.steps, line.values))
-    window = max(1, len(line.values) // 40)
+    window = max(1, len(line.values) // 50)
     if line.style == "solid" or window == 1 or len(line.values) < _SMOOTH_FROM:
         return _path(frame, css, *_thin(line.steps, line.values))
     smooth = moving_mean(line.values, window=window)

@@ -27,12 +27,13 @@ from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 
 SOURCES = {"captions": 0.34, "motion": 0.24, "talks": 0.2, "prose": 0.12, "pages": 0.1}
 EVENTS = (Event(step=258, text="rank 1 killed (SIGKILL)"), Event(step=240, text="resumed at step 240"))
+CHANCE = {"shapes": 0.125, "motion": 0.25, "tones": 0.125}
 SUMMARY = {
     "title": "Synthetic run",
     "model": "demo, 11.2 M parameters",
     "world_size": 4,
     "seed": 0,
-    "chance": {"shapes": 0.125, "motion": 0.25, "tones": 0.125},
+    "chance": CHANCE,
 }
 
 
@@ -81,9 +82,9 @@ def _record_step(metrics: JsonlMetrics, step: int, steps: int) -> None:
     share = step / steps
     loss = 0.55 + 5.0 * math.exp(-step / 45) + 0.9 * math.exp(-step / 260) + 0.06 * rng.normal()
     step_s = 0.46 + 0.03 * rng.gamma(2.0) + (1.1 if step % 97 == 60 else 0.0)
-    tokens = 15900 + rng.integers(-220, 220)
+    tokens = 15900.0 + int(rng.integers(-220, 220))
     after = {"encoder": 1.05 + 0.02 * rng.gamma(1.5), "llm": 1.03 + 0.012 * rng.gamma(1.5)}
-    values = {
+    values: dict[str, float] = {
         "trainer/loss": loss,
         "trainer/grad_norm": 0.8 + 3 * math.exp(-step / 60) + 0.15 * rng.gamma(2.0),
         "trainer/lr": 2e-3 * min(1, (step + 1) / 20) * (0.55 + 0.45 * math.cos(math.pi * share)),
@@ -107,8 +108,7 @@ def _record_step(metrics: JsonlMetrics, step: int, steps: int) -> None:
             seen = best * (1 - math.exp(-step / 90))
             values[f"evaluation/held-out-{name}/accuracy"] = seen
             values[f"evaluation/held-out-{name}/loss"] = 2.0 * (1 - seen) + 0.05
-            chance = SUMMARY["chance"][name]  # type: ignore[index]
-            values[f"evaluation/swapped-{name}/accuracy"] = chance + 0.01 * rng.normal()
+            values[f"evaluation/swapped-{name}/accuracy"] = CHANCE[name] + 0.01 * rng.normal()
     for name, value in values.items():
         metrics.record(name, float(value), step)
 

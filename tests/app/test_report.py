@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omni_pipeline.app.report import held_out_table, key_numbers, load_run, source_table, write_report
+from omni_pipeline.app.report import held_out_table, key_numbers, source_table, write_report
 from omni_pipeline.app.report_gallery import gallery_from_plan
-from omni_pipeline.app.report_run import marks_of, replays_of
+from omni_pipeline.app.report_run import load_run, marks_of, replays_of
 from omni_pipeline.app.run_dir import Event
 from omni_pipeline.app.sinks import JsonlMetrics
 from omni_pipeline.core.errors import ConfigError

@@ -69,6 +69,14 @@ def test_moving_mean_keeps_a_constant_and_its_gaps() -> None:
     assert mean[~np.isnan(mean)].tolist() == [2.0] * 5
 
 
+def test_moving_mean_keeps_both_ends_of_a_steep_line() -> None:
+    values = np.exp(-np.arange(100) / 5.0)
+    mean = charts.moving_mean(values, window=20)
+    assert mean[0] == pytest.approx(values[0])
+    assert mean[-1] == pytest.approx(values[-1])
+    assert mean[50] == pytest.approx(values[40:61].mean())
+
+
 def test_shares_add_up_to_one() -> None:
     amounts = {
         "a": (np.arange(300), np.full(300, 3.0)),
