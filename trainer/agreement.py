@@ -105,6 +105,8 @@ def agree(
     _same(words, everyone, lambda word: word.step, "step")
     if len({word.settings for word in words}) > 1:
         _raise_settings(settings, step=step, groups=groups)
+    if any(word.has_problem for word in words):
+        raise_together(problem, what=f"step {step} cannot run", groups=groups)
     _same(
         words,
         everyone,
@@ -121,8 +123,6 @@ def agree(
             f"the loader is at step {words[0].plan_step}, the trainer at step {step}",
             fix="load the loader state of the same checkpoint as the weights",
         )
-    if any(word.has_problem for word in words):
-        raise_together(problem, what=f"step {step} cannot run", groups=groups)
     return Agreement(
         num_microbatches=max(word.num_microbatches for word in words),
         requests=Requests(
@@ -172,9 +172,9 @@ def sample_ids(plan: StepPlan) -> list[SampleId]:
 
 def _gather_integers(values: list[int], groups: RankGroups) -> list[list[int]]:
     own = torch.tensor(values, dtype=torch.int64)
-    gathered = torch.empty(groups.topology.world_size * len(values), dtype=torch.int64)
-    dist.all_gather_into_tensor(gathered, own)
-    rows: list[list[int]] = gathered.view(-1, len(values)).tolist()
+    gathered = [torch.empty_like(own) for _ in range(groups.topology.world_size)]
+    dist.all_gather(gathered, own)
+    rows: list[list[int]] = torch.stack(gathered).tolist()
     return rows
 
 

@@ -103,7 +103,12 @@ class PreparedStep:
 
 
 def train_step(
-    learner: Learner, batch: Batch | None, *, step: int, requests: Requests | None = None
+    learner: Learner,
+    batch: Batch | None,
+    *,
+    step: int,
+    requests: Requests | None = None,
+    problem: str = "",
 ) -> StepResult:
     """Do one step; a collective of all ranks.
 
@@ -112,6 +117,7 @@ def train_step(
         batch: Of this rank, or None if its data has ended: it helps the others with empty microbatches.
         step: Its number, from 0.
         requests: Wishes of this rank.
+        problem: Why this rank has no batch, if its loader failed; told to all ranks.
 
     Raises:
         StateMismatchError: Ranks differ in step, settings or plan.
@@ -120,7 +126,9 @@ def train_step(
     """
     model = learner.model
     clock = _Clock()
-    prepared = prepare_step(model, batch, step=step, settings=learner.settings, requests=requests)
+    prepared = prepare_step(
+        model, batch, step=step, settings=learner.settings, requests=requests, problem=problem
+    )
     clock.lap("agree_s")
     if prepared.batch is None or prepared.num_labels == 0:
         return _result_without_update(prepared, step=step, timings=clock.laps)
@@ -189,6 +197,7 @@ def prepare_step(
     step: int,
     settings: Mapping[str, str],
     requests: Requests | None = None,
+    problem: str = "",
 ) -> PreparedStep:
     """Agree on the step: three small collectives on every rank, whatever its data.
 
@@ -200,7 +209,7 @@ def prepare_step(
         batch,
         step=step,
         settings=settings,
-        problem="" if batch is None else batch_problem(batch, model.anchors, groups),
+        problem=problem if batch is None else batch_problem(batch, model.anchors, groups),
         requests=requests or Requests(),
         groups=groups,
     )
@@ -243,9 +252,9 @@ def _gather_and_check(
     groups = model.groups
     squares = local_square_sum(model.module.parameters(), world_size=groups.topology.world_size)
     own = torch.stack([squares, *(loss.double().cpu() for loss in loss_sums)])
-    gathered = torch.empty(groups.topology.world_size * len(own), dtype=torch.float64)
-    dist.all_gather_into_tensor(gathered, own)
-    rows: list[list[float]] = gathered.view(-1, len(own)).tolist()
+    gathered = [torch.empty_like(own) for _ in range(groups.topology.world_size)]
+    dist.all_gather(gathered, own)
+    rows: list[list[float]] = torch.stack(gathered).tolist()
     grad_square = sum(row[0] for row in rows)
     loss_sum = sum(loss for row in rows for loss in row[1:])
     if not math.isfinite(grad_square) or not math.isfinite(loss_sum):

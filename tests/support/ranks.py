@@ -19,7 +19,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+# Heavy modules only; those of this repository are found when tests start at its root.
 _PRELOAD = [
+    "hypothesis.strategies",
     "numpy",
     "pydantic",
     "pytest",
@@ -29,6 +31,9 @@ _PRELOAD = [
     "torch.distributed.checkpoint.state_dict",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "torch._dynamo",
+    "tests.support.parity",
+    "trainer.loop",
 ]
 _GRACE_S = 2.0
 

@@ -1,0 +1,117 @@
+"""The numbers of a step, reduced over ranks in one place and recorded on rank 0.
+
+Waiting and step time are those of the slowest rank, counts are sums, and an imbalance is that of the whole
+run: all ranks meet in every microbatch, so the makespan is that of the slowest group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from omni_pipeline.core.batch import Batch
+from omni_pipeline.core.metrics import Metrics
+from trainer.parallel.mesh import RankGroups
+from trainer.step import StepResult
+
+LOADER_STAGES = ("plan_s", "fetch_s", "decode_s")
+STEP_STAGES = ("agree_s", "compute_s", "optimizer_s")
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one rank: waiting for its batch, and the whole step, waiting included."""
+
+    wait_s: float
+    step_s: float
+
+
+class StepRecorder:
+    """Records steps. ``record`` is a collective of all ranks.
+
+    Args:
+        metrics: Where numbers go; used on rank 0 only.
+        sources: Names of all sources of the run, the same on all ranks.
+        seq_len: Positions of a full pack.
+        groups: The place of this rank.
+    """
+
+    def __init__(self, metrics: Metrics, *, sources: Sequence[str], seq_len: int, groups: RankGroups) -> None:
+        self.metrics = metrics
+        self.sources = tuple(sources)
+        self.seq_len = seq_len
+        self.groups = groups
+
+    def record(self, result: StepResult, batch: Batch | None, *, times: StepTimes) -> None:
+        """Reduce the numbers of one step and keep them under its number."""
+        slowest = self._slowest(result, batch, times)
+        sums = self._sums(batch)
+        names = [*slowest, *sums]
+        own = torch.tensor([*slowest.values(), *sums.values()], dtype=torch.float64)
+        gathered = [torch.empty_like(own) for _ in range(self.groups.topology.world_size)]
+        dist.all_gather(gathered, own)
+        if self.groups.rank != 0:
+            return
+        of_ranks = torch.stack(gathered)
+        reduced = dict(zip(names, of_ranks.max(dim=0).values.tolist(), strict=True))
+        reduced.update(zip(sums, of_ranks[:, len(slowest) :].sum(dim=0).tolist(), strict=True))
+        for name, value in self._derived(result, reduced).items():
+            self.metrics.record(name, value, result.step)
+
+    def _slowest(self, result: StepResult, batch: Batch | None, times: StepTimes) -> dict[str, float]:
+        """Numbers of which the largest over ranks counts."""
+        plan = None if batch is None else batch.plan
+        loader = {} if batch is None else batch.timings
+        return {
+            "wait_s": times.wait_s,
+            "step_s": times.step_s,
+            **{f"loader/{name}": loader.get(name, 0.0) for name in LOADER_STAGES},
+            **{f"trainer/{name}": result.timings.get(name, 0.0) for name in STEP_STAGES},
+            "num_microbatches": 0 if plan is None else plan.num_microbatches,
+            "encoder_before": 0.0 if plan is None else plan.encoder_balance.makespan_before,
+            "encoder_after": 0.0 if plan is None else plan.encoder_balance.makespan_after,
+            "llm_before": 0.0 if plan is None else plan.llm_balance.makespan_before,
+            "llm_after": 0.0 if plan is None else plan.llm_balance.makespan_after,
+        }
+
+    def _sums(self, batch: Batch | None) -> dict[str, float]:
+        """Numbers of which the sum over ranks counts."""
+        tokens = dict.fromkeys(self.sources, 0)
+        samples = dict.fromkeys(self.sources, 0)
+        for microbatch in () if batch is None else batch.microbatches:
+            for span in microbatch.spans:
+                tokens[span.id.source] += span.end - span.start
+                samples[span.id.source] += 1
+        return {
+            "encoder_mean": 0.0 if batch is None else batch.plan.encoder_balance.mean,
+            "llm_mean": 0.0 if batch is None else batch.plan.llm_balance.mean,
+            **{f"loader/tokens/{name}": count for name, count in tokens.items()},
+            **{f"loader/samples/{name}": count for name, count in samples.items()},
+        }
+
+    def _derived(self, result: StepResult, reduced: dict[str, float]) -> dict[str, float]:
+        """Return the numbers by the name under which they are recorded."""
+        world_size = self.groups.topology.world_size
+        room = reduced["num_microbatches"] * world_size * self.seq_len
+        found = {
+            "trainer/lr": result.lr,
+            "trainer/tokens": result.num_tokens,
+            "trainer/labels": result.num_labels,
+            "trainer/step_s": reduced["step_s"],
+            "trainer/tokens_per_s": result.num_tokens / reduced["step_s"],
+            "trainer/skipped": float(result.skipped),
+            "loader/wait_s": reduced["wait_s"],
+            "loader/bad_samples": result.num_failed,
+            "loader/pack_fill": result.num_tokens / room if room else 0.0,
+        }
+        if not result.skipped:
+            found |= {"trainer/loss": result.loss, "trainer/grad_norm": result.grad_norm}
+        for part in ("encoder", "llm"):
+            mean = reduced[f"{part}_mean"] / world_size
+            for when in ("before", "after"):
+                makespan = reduced[f"{part}_{when}"]
+                found[f"balancer/{part}_imbalance_{when}"] = makespan / mean if mean else 1.0
+        return found | {name: value for name, value in reduced.items() if "/" in name}
