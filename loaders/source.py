@@ -20,16 +20,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
+from loaders.columns import MODALITIES, SegmentColumns, concatenate, find_members, size_members
 from loaders.decode.text import Tokenizer
-from loaders.index import MODALITY_OF_SUFFIX, OTHER, ShardIndex, member_name, modality_of, read_index
+from loaders.index import MODALITY_OF_SUFFIX, ShardIndex, member_name, modality_of, read_index
 from loaders.storage import expand_shards
-from omni_pipeline.core.errors import ConfigError, SampleError, ShardError
-from omni_pipeline.core.sample import Modality, RawSize, Sample, SampleId, Segment
-from omni_pipeline.core.sizes import ModelSizes, media_grid, media_rows
+from omni_pipeline.core.errors import ConfigError, ShardError
+from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
+from omni_pipeline.core.sizes import ModelSizes
 
 logger = logging.getLogger(__name__)
 
-MODALITIES = tuple(Modality)
 SHOWN_NAMES = 8
 
 
@@ -89,19 +89,6 @@ class SourceConfig(BaseModel):
 
 
 @dataclass(frozen=True)
-class _Columns:
-    """One field of all usable samples: flat arrays of equal length."""
-
-    modality: npt.NDArray[np.int8]
-    suffix: npt.NDArray[np.int16]
-    offset: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
-    grid: npt.NDArray[np.int32]
-    num_rows: npt.NDArray[np.int32]
-    num_tokens: npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
 class Source:
     """The usable samples of a source, by ordinal: their place in the unshuffled concatenation of shards.
 
@@ -121,7 +108,7 @@ class Source:
     damaged: tuple[tuple[str, str], ...] = field(repr=False)
     fingerprint: str
     _fields: tuple[FieldConfig, ...] = field(repr=False)
-    _columns: tuple[_Columns, ...] = field(repr=False)
+    _columns: tuple[SegmentColumns, ...] = field(repr=False)
     _suffixes: tuple[str, ...] = field(repr=False)
     _keys: pa.LargeStringArray = field(repr=False)
     _shard: npt.NDArray[np.int32] = field(repr=False)
@@ -154,7 +141,7 @@ class Source:
             num_labels=count_labels(segments),
         )
 
-    def _segment(self, ordinal: int, columns: _Columns, key: str, *, loss: bool) -> Segment:
+    def _segment(self, ordinal: int, columns: SegmentColumns, key: str, *, loss: bool) -> Segment:
         modality = MODALITIES[columns.modality[ordinal]]
         time, rows, across = columns.grid[ordinal].tolist()
         return Segment(
@@ -216,7 +203,7 @@ class _SourceReader:
         self.suffix_counts: Counter[str] = Counter()
         self.num_found = [0] * len(config.layout.fields)
         self.num_rows = 0
-        self.parts: list[list[_Columns]] = [[] for _ in config.layout.fields]
+        self.parts: list[list[SegmentColumns]] = [[] for _ in config.layout.fields]
         self.keys: list[pa.Array] = []
         self.rows: list[npt.NDArray[np.int64]] = []
         self.unusable: list[tuple[str, str, str]] = []
@@ -228,22 +215,29 @@ class _SourceReader:
             logger.warning("shard %s is damaged (%s); using what is before", index.shard, index.damage)
             self.damaged.append((index.shard, index.damage))
         self._check_tokenizer(index)
-        lower = pc.utf8_lower(index.suffixes)
-        self.suffix_counts.update(
-            {item["values"]: item["counts"] for item in pc.value_counts(lower).to_pylist()}
-        )
+        counts = pc.value_counts(pc.utf8_lower(index.suffixes)).to_pylist()
+        self.suffix_counts.update({item["values"]: item["counts"] for item in counts})
         self.num_rows += index.num_samples
         reasons = np.full(index.num_samples, "", dtype=object)
-        found = [
-            self._find(place, config, index, np.asarray(lower.to_numpy(zero_copy_only=False)), reasons)
-            for place, config in enumerate(self.config.layout.fields)
-        ]
-        sized = [self._size(index, members, reasons) for members in found]
+        sized = []
+        for place, config in enumerate(self.config.layout.fields):
+            members = find_members(index, config.suffixes, reasons)
+            self.num_found[place] += int((members >= 0).sum())
+            sized.append(
+                size_members(
+                    index,
+                    members,
+                    reasons,
+                    sizes=self.sizes,
+                    tokenizer_fingerprint=self.tokenizer.fingerprint,
+                    suffix_codes=self.suffix_codes,
+                )
+            )
         kept = np.flatnonzero(reasons == "")
         for row in np.flatnonzero(reasons != ""):
             self.unusable.append((index.shard, index.keys[int(row)].as_py(), str(reasons[row])))
         for parts, columns in zip(self.parts, sized, strict=True):
-            parts.append(_Columns(*(getattr(columns, name)[kept] for name in _Columns.__dataclass_fields__)))
+            parts.append(columns.take(kept))
         self.keys.append(index.keys.take(pa.array(kept)).cast(pa.large_string()))
         self.rows.append(kept)
 
@@ -271,7 +265,7 @@ class _SourceReader:
             damaged=tuple(self.damaged),
             fingerprint=self._fingerprint(shards, shard_sizes),
             _fields=self.config.layout.fields,
-            _columns=tuple(_concatenate(parts) for parts in self.parts),
+            _columns=tuple(concatenate(parts) for parts in self.parts),
             _suffixes=tuple(self.suffix_codes),
             _keys=pa.concat_arrays(self.keys),
             _shard=np.repeat(np.arange(len(shards), dtype=np.int32), shard_sizes),
@@ -285,89 +279,6 @@ class _SourceReader:
                 where=f"{self.where}, {index.shard}",
                 fix=f"run `omni data index {index.shard} --tokenizer FILE` with the tokenizer of the run",
             )
-
-    def _find(
-        self,
-        place: int,
-        config: FieldConfig,
-        index: ShardIndex,
-        suffixes: npt.NDArray[Any],
-        reasons: npt.NDArray[Any],
-    ) -> npt.NDArray[np.int64]:
-        """Return int64 [rows]: the member of each row that fills this field, -1 for none."""
-        row_of = np.repeat(np.arange(index.num_samples), np.diff(index.starts))
-        found = np.full(index.num_samples, -1, dtype=np.int64)
-        for suffix in reversed(config.suffixes):
-            members = np.flatnonzero(suffixes == suffix)
-            found[row_of[members]] = members
-        reasons[(found < 0) & (reasons == "")] = f"no member {config.member!r}"
-        self.num_found[place] += int((found >= 0).sum())
-        errors = index.errors.to_numpy(zero_copy_only=False)
-        for row in np.flatnonzero((found >= 0) & (reasons == "")):
-            if error := errors[found[row]]:
-                reasons[row] = f"member {index.suffixes[int(found[row])].as_py()!r}: {error}"
-        return found
-
-    def _size(self, index: ShardIndex, members: npt.NDArray[np.int64], reasons: npt.NDArray[Any]) -> _Columns:
-        """Return the columns of one field; rows that cannot be sized get their reason."""
-        names = index.modalities.to_numpy(zero_copy_only=False)
-        codes = np.array(
-            [-1 if name == OTHER else MODALITIES.index(Modality(name)) for name in names], np.int8
-        )
-        num_samples = len(members)
-        grid = np.zeros((num_samples, 3), dtype=np.int32)
-        num_rows = np.zeros(num_samples, dtype=np.int32)
-        num_tokens = np.zeros(num_samples, dtype=np.int64)
-        modality = np.where(members >= 0, codes[members] if len(codes) else -1, -1).astype(np.int8)
-        for code, kind in enumerate(MODALITIES):
-            rows = np.flatnonzero((modality == code) & (reasons == ""))
-            if kind is Modality.TEXT:
-                counts = index.tokens[self.tokenizer.fingerprint][members[rows]]
-                grid[rows] = np.stack([counts, np.ones_like(counts), np.ones_like(counts)], axis=1)
-                num_tokens[rows] = counts
-            elif len(rows):
-                self._size_media(kind, index, members, rows, grid, num_rows, reasons)
-                num_tokens[rows] = num_rows[rows] + 2
-        spelled = index.suffixes.to_pylist()
-        used = [spelled[member] if member >= 0 else "" for member in members]
-        return _Columns(
-            modality=modality,
-            suffix=np.array([self._suffix_code(suffix) for suffix in used], dtype=np.int16),
-            offset=index.numbers["offset"][members] if len(names) else np.zeros(num_samples, dtype=np.int64),
-            length=index.numbers["length"][members] if len(names) else np.zeros(num_samples, dtype=np.int64),
-            grid=grid,
-            num_rows=num_rows,
-            num_tokens=num_tokens,
-        )
-
-    def _size_media(
-        self,
-        kind: Modality,
-        index: ShardIndex,
-        members: npt.NDArray[np.int64],
-        rows: npt.NDArray[np.int64],
-        grid: npt.NDArray[np.int32],
-        num_rows: npt.NDArray[np.int32],
-        reasons: npt.NDArray[Any],
-    ) -> None:
-        """Fill grid and rows of media; each distinct raw size is worked out once."""
-        names = ("height", "width", "num_frames", "duration_s", "sample_rate", "num_samples")
-        raw = np.stack([index.numbers[name][members[rows]].astype(np.float64) for name in names], axis=1)
-        distinct, inverse = np.unique(raw, axis=0, return_inverse=True)
-        inverse = inverse.reshape(-1)
-        for number, values in enumerate(distinct.tolist()):
-            which = rows[inverse == number]
-            height, width, frames, duration_s, rate, samples = values
-            size = RawSize(int(height), int(width), int(frames), duration_s, int(rate), int(samples))
-            try:
-                patches = media_grid(kind, size, self.sizes)
-                grid[which] = patches
-                num_rows[which] = media_rows(kind, patches, self.sizes)
-            except SampleError as error:
-                reasons[which] = error.what
-
-    def _suffix_code(self, suffix: str) -> int:
-        return self.suffix_codes.setdefault(suffix, len(self.suffix_codes))
 
     def _reasons(self) -> str:
         counts = Counter(reason for _, _, reason in self.unusable)
@@ -401,8 +312,3 @@ class _SourceReader:
         }
         text = json.dumps(content, sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _concatenate(parts: list[_Columns]) -> _Columns:
-    names = _Columns.__dataclass_fields__
-    return _Columns(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))

@@ -1,9 +1,10 @@
 """Recordings to log-mel frames: mono, 16 kHz, as the Whisper family hears them.
 
-soundfile reads WAV, FLAC, MP3 and Ogg; PyAV reads the rest (m4a, aac). The spectrum is that of Whisper
-(Radford et al. 2022): 400-point windows (periodic Hann) every 160 samples, Slaney mel bands up to 8 kHz,
-log10, clamped to 8 below the loudest value, then (x + 4) / 4. The end is followed by silence, not mirrored,
-as if the recording stood in a longer one.
+soundfile reads WAV, FLAC, Ogg, and MP3 that states its length; PyAV reads the rest (m4a, aac, and MP3 without
+an info frame: of those libsndfile guesses the length from the first bit rate and stops there). The spectrum
+is that of Whisper (Radford et al. 2022): 400-point windows (periodic Hann) every 160 samples, Slaney mel
+bands up to 8 kHz, log10, clamped to 8 below the loudest value, then (x + 4) / 4. The end is followed by
+silence, not mirrored, as if the recording stood in a longer one.
 """
 
 from __future__ import annotations
@@ -25,18 +26,20 @@ WINDOW_SAMPLES = 400
 TOLERATED_FRAMES = 2
 PYAV_SUFFIXES = frozenset({"m4a", "aac", "mp4"})
 BLOCK_FRAMES = 2000
+# The info frame of an MP3 names itself within its first bytes.
+MP3_INFO_BYTES = 256
 DAMAGED_FIX = "replace the file, or let the quarantine take it"
 
 
 def audio_size(file: IO[bytes], *, suffix: str) -> RawSize:
-    """Return rate, length and duration of ``file`` (seekable): from its header, or by decoding (m4a, aac).
+    """Return rate, length and duration of ``file`` (seekable): from its header, or by decoding.
 
-    The headers of m4a and aac do not tell the number of samples to the end, so those are counted.
+    m4a, aac, and MP3 without an info frame do not tell their exact number of samples, so those are decoded.
 
     Raises:
         SampleError: No recording, or one without samples.
     """
-    if suffix.lower() in PYAV_SUFFIXES:
+    if _needs_pyav(file, suffix):
         waves, rate = _read_pyav(file)
         num_samples = len(waves)
     else:
@@ -58,7 +61,8 @@ def decode_audio(data: bytes, mel_frames: int, sizes: AudioSizes, *, suffix: str
     Raises:
         SampleError: Damaged, not finite, or of another length than planned by more than two frames.
     """
-    waves, rate = _read_pyav(io.BytesIO(data)) if suffix.lower() in PYAV_SUFFIXES else _read_soundfile(data)
+    file = io.BytesIO(data)
+    waves, rate = _read_pyav(file) if _needs_pyav(file, suffix) else _read_soundfile(file)
     if not np.isfinite(waves).all():
         raise SampleError("recording holds values that are not finite", fix=DAMAGED_FIX)
     if rate != SAMPLE_RATE:
@@ -125,11 +129,35 @@ def _hann() -> npt.NDArray[np.float64]:
     return taper
 
 
-def _read_soundfile(data: bytes) -> tuple[FloatArray, int]:
+def _needs_pyav(file: IO[bytes], suffix: str) -> bool:
+    """Return whether soundfile cannot read ``file``, or not to its end; leaves it at its start."""
+    if suffix.lower() in PYAV_SUFFIXES:
+        return True
+    if suffix.lower() != "mp3":
+        return False
+    head = file.read(10)
+    tag_bytes = 0
+    if head[:3] == b"ID3" and len(head) == 10:
+        # Seven bits per byte, so that a size never looks like the start of a frame.
+        tag_bytes = 10 + sum(
+            (byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True)
+        )
+    file.seek(tag_bytes)
+    frame = file.read(MP3_INFO_BYTES)
+    file.seek(0)
+    for mark in (b"Xing", b"Info"):
+        place = frame.find(mark)
+        if place >= 0:
+            has_count = frame[place + 7 : place + 8]
+            return not (has_count and has_count[0] & 1)
+    return b"VBRI" not in frame
+
+
+def _read_soundfile(file: IO[bytes]) -> tuple[FloatArray, int]:
     import soundfile  # only workers that meet audio need it
 
     try:
-        with soundfile.SoundFile(io.BytesIO(data)) as sound:
+        with soundfile.SoundFile(file) as sound:
             waves, rate = sound.read(dtype="float32", always_2d=True), int(sound.samplerate)
     except (soundfile.LibsndfileError, RuntimeError, OSError, TypeError, MemoryError) as error:
         raise _damaged(error) from error

@@ -66,8 +66,9 @@ def decode_video(
     check_pixels(header.raw.width, header.raw.height, max_pixels)
     num_frames, height, width = grid_pixels(grid, sizes)
     times = asked_times(num_frames, header.raw.duration_s)
-    turned = header.rotation % 180 != 0
-    target = (height, width) if turned else (width, height)
+    # decord turns its frames itself; PyAV only tells by how much.
+    rotation = header.rotation if backend == "pyav" else 0
+    target = (height, width) if rotation % 180 else (width, height)
     shown = _shown_pyav if backend == "pyav" else _shown_decord
     frames = np.empty((num_frames, height, width, 3), dtype=np.uint8)
     last: UInt8Array | None = None
@@ -75,7 +76,7 @@ def decode_video(
     for count, picture in shown(data, times, header):
         if picture is not None:
             small = Image.fromarray(picture).resize(target, Image.Resampling.BICUBIC)
-            last = np.rot90(np.asarray(small), header.rotation // 90)
+            last = np.rot90(np.asarray(small), rotation // 90)
         if last is None:
             break
         frames[filled : filled + count] = last

@@ -1,0 +1,171 @@
+"""loaders.prepare: folders and manifests to indexed shards that WebDataset reads."""
+
+from __future__ import annotations
+
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from webdataset.tariterators import group_by_keys, tar_file_iterator
+
+from loaders.index import read_index
+from loaders.prepare import prepare
+from omni_pipeline.core.errors import ConfigError
+from tests.support.shards import caption_members, image_bytes, video_bytes
+
+
+def folder_of(path: Path, members: dict[str, bytes]) -> Path:
+    """Write ``members`` as files below ``path``; return it."""
+    for name, payload in members.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(payload)
+    return path
+
+
+def manifest_of(path: Path, lines: list[Any]) -> Path:
+    """Write objects, or raw strings, as the lines of a manifest; return its path."""
+    text = "\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def names_of(shards: tuple[str, ...]) -> list[list[str]]:
+    """Return the member names of each shard."""
+    names = []
+    for shard in shards:
+        with tarfile.open(shard) as archive:
+            names.append(archive.getnames())
+    return names
+
+
+def test_files_with_the_same_stem_become_one_sample(tmp_path: Path) -> None:
+    root = folder_of(
+        tmp_path / "in",
+        {
+            "b.jpg": image_bytes(),
+            "b.txt": b"bee",
+            "b.question.txt": b"?",
+            "a.jpg": image_bytes(),
+            "a.json": b"{}",
+            "sub/22.05.png": image_bytes(kind="PNG"),
+            "note.md": b"no sample",
+            ".hidden.jpg": b"x",
+        },
+    )
+    seen: list[int] = []
+    summary = prepare(root, tmp_path / "out", progress=seen.append)
+    assert names_of(summary.shards) == [
+        ["a.jpg", "a.json", "b.jpg", "b.question.txt", "b.txt", "sub/22_05.png"]
+    ]
+    assert (summary.num_samples, summary.num_skipped, seen) == (3, 2, [1, 2, 3])
+    assert summary.num_members == {"image": 3, "other": 1, "text": 2}
+    assert summary.num_bytes == sum(
+        path.stat().st_size
+        for path in root.rglob("*")
+        if path.is_file() and path.name not in ("note.md", ".hidden.jpg")
+    )
+    assert read_index(summary.shards[0]).keys.to_pylist() == ["a", "b", "sub/22_05"]
+
+
+def test_shards_are_full_never_empty_and_the_same_every_time(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(6))
+    first = prepare(root, tmp_path / "one", max_count=2)
+    second = prepare(root, tmp_path / "two%d", max_count=2)
+    assert [len(names) for names in names_of(first.shards)] == [4, 4, 4]
+    for left, right in zip(first.shards, second.shards, strict=True):
+        assert Path(left).read_bytes() == Path(right).read_bytes()
+    small = prepare(root, tmp_path / "three", max_bytes=1)
+    assert len(small.shards) == 6
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == sorted(
+        f"shard-{n:06d}.tar{end}" for n in range(3) for end in ("", ".index.arrow")
+    )
+
+
+def test_webdataset_reads_what_was_prepared(tmp_path: Path) -> None:
+    members = caption_members(3)
+    summary = prepare(folder_of(tmp_path / "in", members), tmp_path / "out")
+    with open(summary.shards[0], "rb") as shard:
+        files = ({**file, "__url__": "shard"} for file in tar_file_iterator(shard))
+        samples = list(group_by_keys(files))
+    found = {f"{item['__key__']}.{suffix}": item[suffix] for item in samples for suffix in ("jpg", "txt")}
+    assert found == members
+
+
+def test_a_manifest_names_files_and_holds_text(tmp_path: Path) -> None:
+    folder_of(
+        tmp_path, {"m/a.jpg": image_bytes(), "m/b.PNG": image_bytes(kind="PNG"), "m/c.mp4": video_bytes()}
+    )
+    manifest = manifest_of(
+        tmp_path / "list.jsonl",
+        [
+            {"key": "x.1", "image": "m/a.jpg", "text": "grün", "score": 3},
+            "",
+            {"left": "m/a.jpg", "right.png": "m/b.PNG", "answer.txt": "yes"},
+            {"key": "x.1", "video": "m/c.mp4", "txt": "moves"},
+        ],
+    )
+    summary = prepare(manifest, tmp_path / "out", name="pairs")
+    assert names_of(summary.shards) == [
+        [
+            "x_1.jpg",
+            "x_1.json",
+            "x_1.txt",
+            "000000003.answer.txt",
+            "000000003.left.jpg",
+            "000000003.right.png",
+            "x_1-2.mp4",
+            "x_1-2.txt",
+        ]
+    ]
+    assert summary.num_members == {"image": 3, "other": 1, "text": 3, "video": 1}
+    with tarfile.open(summary.shards[0]) as archive:
+        content = {name: archive.extractfile(name) for name in ("x_1.txt", "x_1.json")}
+        assert {name: file.read() for name, file in content.items() if file} == {
+            "x_1.txt": "grün".encode(),
+            "x_1.json": b'{"score": 3}',
+        }
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ({"image": "none.jpg"}, "field 'image' names a file that does not exist: none.jpg"),
+        ({"caption": "a text in a field for files"}, "field 'caption' names a file that does not exist"),
+        ("{broken", "line is no JSON"),
+        ("[1]", "line holds a list, not an object"),
+        ({"score": 1}, "sample has neither media nor text"),
+        ({"text": "a", "txt": "b"}, "two fields give member 'txt'"),
+        ({"../x": "a.jpg"}, "field '../x' cannot name a member"),
+        ('{"text": "\\ud800"}', "text of field 'text' is not valid Unicode"),
+    ],
+)
+def test_a_wrong_line_is_named_before_anything_is_written(tmp_path: Path, line: Any, message: str) -> None:
+    manifest = manifest_of(tmp_path / "list.jsonl", [{"text": "good"}, line])
+    with pytest.raises(ConfigError, match=message) as caught:
+        prepare(manifest, tmp_path / "out")
+    assert caught.value.where == f"{manifest}, line 2"
+    assert caught.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_inputs_are_setting_errors(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"there is no .*nowhere"):
+        prepare(tmp_path / "nowhere", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"neither a folder nor a \.jsonl manifest"):
+        prepare(folder_of(tmp_path, {"x.csv": b""}) / "x.csv", tmp_path / "out")
+    empty = folder_of(tmp_path / "in", {"x.md": b"x"})
+    with pytest.raises(ConfigError, match="no sample in"):
+        prepare(empty, tmp_path / "out")
+    with pytest.raises(ConfigError, match="must be at least 1"):
+        prepare(empty, tmp_path / "out", max_count=0)
+    assert not (tmp_path / "out").exists()
+
+
+def test_shards_of_an_earlier_run_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(1))
+    prepare(root, tmp_path / "out")
+    with pytest.raises(ConfigError, match="already holds 1 shards of this name"):
+        prepare(root, tmp_path / "out")
+    assert prepare(root, tmp_path / "out", name="more").num_samples == 1

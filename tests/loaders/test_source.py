@@ -1,0 +1,218 @@
+"""loaders.source: indexes to sized samples; what cannot be trained on is left out with its reason."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from loaders.decode.text import ByteTokenizer
+from loaders.index import REPEATED, build_index, index_path, index_shards
+from loaders.source import Source, SourceConfig, count_labels, open_source
+from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.sample import Modality, SampleId, Segment
+from omni_pipeline.core.sizes import ModelSizes
+from tests.support.shards import audio_bytes, caption_members, image_bytes, video_bytes, write_tar
+
+BYTES = ByteTokenizer()
+SIZES = ModelSizes()
+Members = dict[str, bytes] | list[tuple[str, bytes]]
+
+
+def config_of(shards: Any, fields: list[Any], **more: Any) -> SourceConfig:
+    """Return the configuration of a source named "s"."""
+    layout = {"kind": "fields", "fields": fields}
+    return SourceConfig.model_validate({"name": "s", "shards": shards, "layout": layout, **more})
+
+
+def opened(folder: Path, shards: list[Members], fields: list[Any]) -> Source:
+    """Return a source over ``shards``, written and indexed."""
+    paths = [str(write_tar(folder / f"{place}.tar", members)) for place, members in enumerate(shards)]
+    index_shards(paths)
+    return open_source(config_of(paths, fields), SIZES, BYTES)
+
+
+def test_a_sample_has_its_segments_in_layout_order_with_their_sizes(tmp_path: Path) -> None:
+    members = {"k/1.txt": b"four", "k/1.jpg": image_bytes(84, 56), "k/1.question.txt": b"ab"}
+    source = opened(tmp_path, [members], [{"member": "question.txt", "loss": False}, "jpg|png", "txt"])
+    sample = source.sample(0)
+    data = (tmp_path / "0.tar").read_bytes()
+    assert (sample.id, sample.key, sample.shard) == (SampleId("s", 0, 0), "k/1", str(tmp_path / "0.tar"))
+    assert [segment.member for segment in sample.segments] == ["k/1.question.txt", "k/1.jpg", "k/1.txt"]
+    for segment in sample.segments:
+        assert data[segment.offset : segment.offset + segment.length] == members[segment.member]
+    question, image, text = sample.segments
+    assert (question.grid, question.num_tokens, question.num_rows, question.loss) == ((2, 1, 1), 2, 0, False)
+    assert (image.grid, image.num_rows, image.num_tokens, image.loss) == ((1, 4, 6), 6, 8, False)
+    assert (text.grid, text.num_tokens, text.loss) == ((4, 1, 1), 4, True)
+    assert (sample.num_tokens, sample.num_labels) == (2 + 8 + 4 + 1, 4 + 1)
+
+
+def test_video_and_audio_are_sized_too(tmp_path: Path) -> None:
+    members = {"a.mp4": video_bytes(8, width=56, height=56, fps=2), "a.wav": audio_bytes(1.0)}
+    video, audio = opened(tmp_path, [members], ["mp4", "wav"]).sample(0).segments
+    assert (video.grid, video.num_rows, video.num_tokens) == ((4, 4, 4), 16, 18)
+    assert (audio.grid, audio.num_rows, audio.num_tokens) == ((100, 1, 1), 25, 27)
+
+
+def test_ordinals_run_over_the_usable_samples_of_all_shards(tmp_path: Path) -> None:
+    shards: list[Members] = [caption_members(3), {}, caption_members(4)]
+    assert isinstance(shards[2], dict)
+    del shards[2]["000001.txt"]
+    source = opened(tmp_path, shards, ["jpg", "txt"])
+    assert source.shard_sizes == (3, 0, 3)
+    assert len(source) == 6
+    ids = [(source.sample(n).id.shard, source.sample(n).id.row) for n in range(6)]
+    assert ids == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 2), (2, 3)]
+    assert source.unusable == ((str(tmp_path / "2.tar"), "000001", "no member 'txt'"),)
+    for ordinal in (-1, 6):
+        with pytest.raises(IndexError):
+            source.sample(ordinal)
+
+
+def test_whatever_cannot_be_trained_on_is_left_out_with_its_reason(tmp_path: Path) -> None:
+    members = [
+        ("good.png", image_bytes(kind="PNG")),
+        ("good.txt", b"fine"),
+        ("thin.png", image_bytes(2, 500, kind="PNG")),
+        ("thin.txt", b"x"),
+        ("broken.png", b"no picture"),
+        ("broken.txt", b"x"),
+        ("twice.png", image_bytes(kind="PNG")),
+        ("twice.txt", b"x"),
+        ("twice.txt", b"y"),
+        ("README", b"x"),
+    ]
+    source = opened(tmp_path, [members], ["png", "txt"])
+    reasons = {key: reason for _, key, reason in source.unusable}
+    assert source.sample(0).key == "good"
+    assert len(source) == 1
+    assert reasons == {
+        "thin": "aspect ratio of 2 x 500 pixels is above 200",
+        "broken": reasons["broken"],
+        "twice": f"member 'txt': {REPEATED}",
+        "README": "no member 'png'",
+    }
+    assert reasons["broken"].startswith("member 'png': picture cannot be decoded")
+
+
+def test_alternatives_are_taken_in_their_order_whatever_the_case(tmp_path: Path) -> None:
+    members = {
+        "a.JPG": image_bytes(),
+        "a.png": image_bytes(kind="PNG"),
+        "b.png": image_bytes(kind="PNG"),
+        "c.mp4": video_bytes(),
+    }
+    source = opened(tmp_path, [members], ["jpg|png|mp4"])
+    assert [source.sample(n).segments[0].member for n in range(3)] == ["a.JPG", "b.png", "c.mp4"]
+    assert source.sample(2).segments[0].modality is Modality.VIDEO
+
+
+def test_a_damaged_shard_serves_what_is_before_the_damage(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "s.tar", caption_members(4))
+    path.write_bytes(path.read_bytes()[:-12_000])
+    index_shards([str(path)])
+    source = open_source(config_of(str(path), ["jpg", "txt"]), SIZES, BYTES)
+    assert 0 < len(source) < 4
+    assert "byte" in source.damaged[0][1]
+
+
+def test_a_field_without_any_member_says_which_suffixes_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        opened(tmp_path, [caption_members(2)], ["jpeg", "txt"])
+    assert str(caught.value) == (
+        "no member 'jpeg' in any sample; the shards hold: jpg (2), txt (2)\n"
+        "  where: source 's'\n"
+        "  fix:   name one of these in sources.layout.fields"
+    )
+
+
+def test_missing_files_and_indexes_are_setting_errors(tmp_path: Path) -> None:
+    path = str(tmp_path / "0.tar")
+    with pytest.raises(ConfigError, match="there is no such file"):
+        open_source(config_of(path, ["txt"]), SIZES, BYTES)
+    with pytest.raises(ConfigError, match="no shard matches"):
+        open_source(config_of(str(tmp_path / "*.tar"), ["txt"]), SIZES, BYTES)
+    write_tar(Path(path), {"a.txt": b"a"})
+    with pytest.raises(ConfigError) as caught:
+        open_source(config_of(path, ["txt"]), SIZES, BYTES)
+    assert str(caught.value) == (
+        f"shard has no index\n  where: source 's', {path}\n  fix:   run `omni data index {path}`"
+    )
+
+
+def test_an_empty_source_is_a_setting_error_with_its_reasons(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the source is empty: 0 samples in 1 shards"):
+        opened(tmp_path, [{}], ["txt"])
+    with pytest.raises(
+        ConfigError, match=r"none of them usable \(1 x no member 'txt'; 1 x no member 'jpg'\)"
+    ):
+        opened(tmp_path, [{"a.jpg": image_bytes(), "b.txt": b"x"}], ["jpg", "txt"])
+
+
+def test_counts_of_another_tokenizer_are_not_used(tmp_path: Path) -> None:
+    class Other(ByteTokenizer):
+        """A tokenizer that no index knows."""
+
+        fingerprint = "other"
+
+    path = write_tar(tmp_path / "0.tar", {"a.txt": b"a"})
+    build_index(str(path), tokenizer=BYTES)
+    with pytest.raises(ConfigError, match="no token counts of this run's tokenizer") as caught:
+        open_source(config_of(str(path), ["txt"]), SIZES, Other())
+    assert "omni data index" in caught.value.fix
+    assert "--tokenizer" in caught.value.fix
+
+
+def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> None:
+    prints = []
+    for folder, members, fields in (
+        ("a", caption_members(3), ["jpg", "txt"]),
+        ("b", caption_members(3), ["jpg", "txt"]),
+        ("c", caption_members(4), ["jpg", "txt"]),
+        ("d", caption_members(3), ["txt", "jpg"]),
+    ):
+        (tmp_path / folder).mkdir()
+        prints.append(opened(tmp_path / folder, [members], fields).fingerprint)
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 3
+
+
+def test_unknown_kinds_of_member_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValidationError, match="'xyz' is no known kind of member; known endings: jpg"):
+        config_of("s.tar", ["jpg|xyz"])
+    with pytest.raises(ValidationError):
+        config_of("s.tar", [])
+    assert config_of("s.tar", ["txt"], weight=[[0, 0.5], [10, 1]]).weight == ((0, 0.5), (10, 1.0))
+
+
+@given(st.lists(st.tuples(st.sampled_from(["loss", "text", "media"]), st.integers(0, 4)), max_size=5))
+def test_labels_are_counted_as_a_walk_over_the_positions_counts_them(parts: list[tuple[str, int]]) -> None:
+    segments = []
+    trained: list[bool] = []
+    for kind, amount in parts:
+        count = amount + 2 if kind == "media" else amount
+        modality = Modality.IMAGE if kind == "media" else Modality.TEXT
+        segments.append(Segment(modality, "m", 0, 0, (count, 1, 1), 0, count, loss=kind == "loss"))
+        trained += [kind == "loss"] * count
+    trained.append(any(kind == "loss" for kind, _ in parts))
+    assert count_labels(segments) == sum(trained[1:])
+
+
+def test_opening_and_reading_many_samples_is_fast(tmp_path: Path) -> None:
+    members = [(f"{n:06d}.txt", b"x" * (n % 9)) for n in range(5000)]
+    start = time.perf_counter()
+    source = opened(tmp_path, [members], ["txt"])
+    Path(index_path(str(tmp_path / "0.tar"))).unlink()
+    (tmp_path / "0.tar").unlink()
+    begin = time.perf_counter()
+    total = sum(source.sample(n).num_tokens for n in range(len(source)))
+    assert total == sum(n % 9 for n in range(5000)) + 5000
+    # Some microseconds each; the bound only catches a file that is opened per sample.
+    assert time.perf_counter() - begin < 2.0
+    assert begin - start < 20.0
