@@ -65,7 +65,7 @@ class DemoCounts(BaseModel):
     speech: int = Field(5, ge=0, le=5, description="Real recordings, samples.")
     prose: int = Field(60, ge=0, description="Passages of public-domain text, samples.")
     held_out_shapes: int = Field(96, ge=0, description="Held-out pictures, samples; a multiple of 32.")
-    held_out_motion: int = Field(64, ge=0, description="Held-out clips, samples; a multiple of 4, from 8 on.")
+    held_out_motion: int = Field(64, ge=0, description="Held-out clips, samples; a multiple of 4.")
     held_out_tones: int = Field(72, ge=0, description="Held-out recordings, samples; a multiple of 18.")
     broken: int = Field(2, ge=0, description="Unreadable pictures among the training shapes, samples.")
 
@@ -143,7 +143,7 @@ def generate_media(
     Args:
         out: Made if missing; none of the folders to be written may exist in it.
         seed: Decides every file: equal seeds give equal pixels, samples and texts.
-        counts: Samples per set; the defaults take some 20 MB.
+        counts: Samples per set; the defaults take some 85 MB.
         progress: Told how far it is.
         workers: Processes to use; 1 makes all in this one. Default: one per processor, at most 4.
 
