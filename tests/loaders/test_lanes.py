@@ -126,6 +126,23 @@ def test_a_block_is_shuffled() -> None:
     assert sorted(ordinals.tolist()) != ordinals.tolist()
 
 
+def test_every_epoch_permutes_the_shards() -> None:
+    order = build([1] * 40, lanes=1, shuffle_block=1)
+    first, second = round_of(order, 0, 0), round_of(order, 0, 1)
+    start = second.index(first[0])
+    assert first != second[start:] + second[:start], "more than a rotation"
+    assert first != [(first[0] + step) % 40 for step in range(40)]
+
+
+def test_every_epoch_and_lane_shuffles_its_blocks_in_another_way() -> None:
+    order = build([300], lanes=2, shuffle_block=150)
+    patterns = {
+        tuple((ordinal - found[0]) % 300 for ordinal in found)
+        for found in (round_of(order, lane, epoch) for lane in range(2) for epoch in range(3))
+    }
+    assert len(patterns) == 6
+
+
 def test_a_far_position_costs_no_more_than_a_near_one() -> None:
     order = build([10_000] * 50, lanes=64)
     calls = 0

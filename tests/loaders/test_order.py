@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from loaders.mixture import Weight
-from loaders.order import Order, OrderConfig, merge_states, restrict
+from loaders.order import Order, OrderConfig, SampleSource, merge_states, restrict
 from omni_pipeline.core.errors import ConfigError, DataError, StateMismatchError
 from omni_pipeline.core.plan import Pack
-from omni_pipeline.core.sample import Modality, SampleId
+from omni_pipeline.core.sample import Modality, Sample, SampleId
 from tests.support.strategies import MemorySource, media_segment, source_sets, text_segment, text_source
 
 FAST = settings(deadline=None, max_examples=25)
@@ -34,7 +34,7 @@ def config(**changes: Any) -> OrderConfig:
 
 def build(
     settings_: OrderConfig,
-    sources: Sequence[MemorySource],
+    sources: Sequence[SampleSource],
     *,
     lanes: Iterable[int] | None = None,
     weights: dict[str, Weight] | None = None,
@@ -268,6 +268,34 @@ def test_state_dict_shares_nothing_and_changes_nothing() -> None:
     state["0"]["buffer"].clear()
     assert json.dumps(order.state_dict()) == kept
     assert order.next_step(1) == control.next_step(1)
+
+
+class CountingSource:
+    """Counts how often a sample is looked up."""
+
+    def __init__(self, source: MemorySource) -> None:
+        self.name, self.shard_sizes, self._source = source.name, source.shard_sizes, source
+        self.num_reads = 0
+
+    def sample(self, ordinal: int) -> Sample:
+        self.num_reads += 1
+        return self._source.sample(ordinal)
+
+
+def test_a_resume_at_any_step_looks_up_the_buffered_samples_and_nothing_else() -> None:
+    near = build(config(), mixed_sources())
+    near.next_step(0)
+    state = near.state_dict()
+    for lane in state.values():
+        for saved in lane["sources"].values():
+            saved["position"] += 10**12
+        lane["buffer"] = [[name, position + 10**12] for name, position in lane["buffer"]]
+    sources = [CountingSource(source) for source in mixed_sources()]
+    far = build(config(), sources)
+    far.load_state_dict(json.loads(json.dumps(state)))
+    assert sum(source.num_reads for source in sources) == sum(len(lane["buffer"]) for lane in state.values())
+    assert far.state_dict() == state
+    assert all(pack.samples for pack in far.next_step(10**9))
 
 
 def test_loading_a_state_without_an_own_lane_is_refused_in_full_words() -> None:

@@ -188,6 +188,13 @@ def test_cut_shortens_only_trailing_text_and_keeps_counts_right(sample: Sample, 
     assert (end.offset, end.length) == (last.offset, last.length)
 
 
+@pytest.mark.parametrize(("loss", "labels"), [(True, 49), (False, 0)])
+def test_cut_takes_labels_away_only_where_the_text_had_them(loss: bool, labels: int) -> None:
+    shorter = cut_text(make_sample([text_segment(90, loss=loss)]), max_tokens=50)
+    assert shorter is not None
+    assert shorter.num_labels == labels
+
+
 def test_cut_never_reaches_into_media() -> None:
     picture = media_segment(Modality.IMAGE, (1, 40, 40))
     budgets = Budgets(tokens=100)
