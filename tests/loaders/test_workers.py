@@ -155,6 +155,32 @@ time.sleep(600)
     assert until(lambda: not any(_runs(pid) for pid in pids), timeout_s=5)
 
 
+def test_ctrl_c_ends_parent_and_workers_without_a_word_of_the_workers() -> None:
+    code = f"""
+import time
+from loaders.workers import WorkerPool
+try:
+    with WorkerPool(1, settings=None, deadline_s=600, job={JOB!r}) as pool:
+        pool.submit(("fill", 1, 1)).result(60)
+        pool.submit(("stick",))
+        print(*pool.worker_pids(), flush=True)
+        time.sleep(600)
+except KeyboardInterrupt:
+    print("stopped", flush=True)
+"""
+    root = Path(__file__).parents[2]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=pipe, stderr=pipe, text=True, cwd=root, start_new_session=True
+    ) as parent:
+        assert parent.stdout is not None
+        (pid,) = [int(word) for word in parent.stdout.readline().split()]
+        os.killpg(parent.pid, signal.SIGINT)
+        output, errors = parent.communicate(timeout=ANSWER_S)
+    assert (output, errors, parent.returncode) == ("stopped\n", "", 0)
+    assert not _runs(pid)
+
+
 def _runs(pid: int) -> bool:
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
