@@ -66,8 +66,19 @@ def test_recordings_give_the_promised_rows_for_every_length_and_chunk(
     layout = audio_layout(frames, chunk=2 * half_chunk)
     assert layout.pooled.shape[1] == sum(map(audio_rows, frames))
     assert sum(layout.chunk_lengths) == sum(-(-count // 2) for count in frames) == len(layout.row_places)
-    assert len(set(layout.frame_places.tolist())) == sum(frames)
-    assert max(layout.frame_places, default=-1) < layout.num_chunks * layout.padded_length
+    chunks = [
+        range(start, min(start + 2 * half_chunk, n)) for n in frames for start in range(0, n, 2 * half_chunk)
+    ]
+    padded = max(map(len, chunks), default=2 * half_chunk)
+    assert (layout.num_chunks, layout.padded_length) == (len(chunks), padded)
+    assert layout.frame_places.tolist() == [
+        index * padded + place for index, chunk in enumerate(chunks) for place in range(len(chunk))
+    ]
+    assert layout.row_places.tolist() == [
+        index * -(-padded // 2) + place
+        for index, chunk in enumerate(chunks)
+        for place in range(-(-len(chunk) // 2))
+    ]
     rows = np.repeat(np.arange(len(frames)), [-(-count // 2) for count in frames])
     pairs = rows[layout.pooled]
     assert np.array_equal(pairs[0], pairs[1]), "a pair spans two recordings"
