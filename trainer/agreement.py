@@ -104,7 +104,7 @@ def agree(
     everyone = range(len(words))
     _same(words, everyone, lambda word: word.step, "step")
     if len({word.settings for word in words}) > 1:
-        _raise_settings(settings, step=step, groups=groups)
+        compare_settings(settings, where=f"start of step {step}")
     if any(word.has_problem for word in words):
         raise_together(problem, what=f"step {step} cannot run", groups=groups)
     _same(
@@ -129,6 +129,29 @@ def agree(
             stop=any(word.stop for word in words), checkpoint=any(word.checkpoint for word in words)
         ),
     )
+
+
+def compare_settings(settings: Mapping[str, str], *, where: str = "start of the run") -> None:
+    """Compare digests of settings by section; all ranks must call it, also before any group is made.
+
+    Raises:
+        StateMismatchError: Names the ranks and sections that differ from rank 0; raised on all ranks.
+    """
+    gathered: list[Mapping[str, str]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(settings))
+    first = gathered[0]
+    lines = [
+        f"rank {rank} in {', '.join(repr(name) for name in differing)}"
+        for rank, other in enumerate(gathered)
+        if (differing := sorted(name for name in {*first, *other} if first.get(name) != other.get(name)))
+    ]
+    if lines:
+        more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
+        raise StateMismatchError(
+            f"ranks have other settings than rank 0: {'; '.join(lines[:8])}{more}",
+            where=where,
+            fix="start all ranks with the same code, run file, flags and data",
+        )
 
 
 def unite_failed(batch: Batch | None, groups: RankGroups) -> frozenset[SampleId]:
@@ -181,24 +204,6 @@ def _gather_integers(values: list[int], groups: RankGroups) -> list[list[int]]:
 def _digest(settings: Mapping[str, str]) -> int:
     raw = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=8).digest()
     return int.from_bytes(raw, "little") >> 1
-
-
-def _raise_settings(settings: Mapping[str, str], *, step: int, groups: RankGroups) -> NoReturn:
-    """Name the sections in which ranks differ from rank 0; all ranks must call it."""
-    gathered: list[Mapping[str, str]] = [{}] * groups.topology.world_size
-    dist.all_gather_object(gathered, dict(settings))
-    first = gathered[0]
-    lines = [
-        f"rank {rank} in {', '.join(repr(name) for name in differing)}"
-        for rank, other in enumerate(gathered)
-        if (differing := sorted(name for name in {*first, *other} if first.get(name) != other.get(name)))
-    ]
-    more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
-    raise StateMismatchError(
-        f"ranks have other settings than rank 0: {'; '.join(lines[:8])}{more}",
-        where=f"start of step {step}",
-        fix="start all ranks with the same code, run file, flags and data",
-    )
 
 
 def _same(words: Sequence[_Word], ranks: Iterable[int], value_of: Callable[[_Word], int], name: str) -> None:

@@ -10,23 +10,29 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from balancer.cost import CostModel, TransformerShape
 from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
+from loaders.assemble import ModelInputs
 from loaders.decode.text import Tokenizer, load_tokenizer
 from loaders.order import Order, OrderConfig
 from loaders.source import Source, SourceConfig, open_source
+from loaders.step import Place
 from omni_pipeline.app.run_config import ENCODERS, RunConfig
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
 from trainer.config import ModelConfig
 
+if TYPE_CHECKING:
+    from loaders.loader import OmniLoader
+
 ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
-# Sections that may differ between members and between a run and its resumption.
-LOCAL_SECTIONS = ("loader", "checkpoint")
+# Sections that may differ between ranks: what they say changes no sample and no number.
+LOCAL_SECTIONS = ("loader",)
 
 
 @dataclass(frozen=True)
@@ -130,6 +136,30 @@ def cost_model(config: RunConfig) -> CostModel:
     )
 
 
+def build_loader(
+    config: RunConfig, stream: Stream, *, topology: Topology, rank: int, quarantine: Path
+) -> OmniLoader:
+    """Return the loader of one rank over ``stream``, at its beginning."""
+    from loaders.loader import OmniLoader  # imports torch
+
+    place = Place(topology, rank)
+    encoders = {
+        name: tuple(modality for modality, encoder in ENCODER_OF.items() if encoder == name)
+        for name in ENCODERS
+    }
+    special = build_tokenizer(config).special
+    return OmniLoader(
+        config.loader,
+        order=stream.order_of_group(place.group, topology),
+        planner=build_planner(config, topology),
+        place=place,
+        model=ModelInputs(sizes=config.model.sizes, special=special, encoders=encoders),
+        tokenizer_path=config.tokenizer.path,
+        quarantine=quarantine,
+        identity=stream.identity,
+    )
+
+
 def check_run(config: RunConfig, *, world_size: int) -> None:
     """Open all that needs no device, so that wrong settings and data are told once, before ranks start.
 
@@ -144,10 +174,10 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
         stream.order_of_group(group, topology)
     for source in config.evaluation.sources:
         held_out_stream(config, source, tokenizer)
-    for name, part in {"llm": config.llm, **config.encoders}.items():
+    parts = [("llm", config.llm), *((f"encoders.{name}", part) for name, part in config.encoders.items())]
+    for prefix, part in parts:
         shard = part.parallel.dp_shard
         if shard > 0 and world_size % shard:
-            prefix = name if name == "llm" else f"encoders.{name}"
             raise ConfigError(
                 f"setting '{prefix}.parallel.dp_shard': {shard} does not divide the world size {world_size}",
                 fix="choose a divisor of the number of ranks, or -1 for all of them",

@@ -7,7 +7,6 @@ metrics that every run writes.
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import signal
