@@ -149,8 +149,8 @@ class LaneOrder:
             ends = np.cumsum(self._sizes[shards])
             shift = int(shuffle.integers(self.num_samples))
             found = _Epoch(ends, ends - self._sizes[shards], self._firsts[shards], shift)
-            # Lanes run a little apart and a round holds several epochs: keep two rounds.
-            if len(self._cache) >= 2 * self.epochs_per_round:
+            # Lanes run a little apart and a round may hold several epochs.
+            if len(self._cache) >= 2 * self.epochs_per_round + 2:
                 self._cache.popitem(last=False)
             self._cache[epoch] = found
         else:

@@ -14,7 +14,7 @@ from loaders.lanes import LaneOrder
 from omni_pipeline.core.errors import ConfigError
 from tests.support.strategies import shard_sizes
 
-FAST = settings(deadline=None, max_examples=60)
+FAST = settings(deadline=None, max_examples=40)
 
 
 def build(sizes: list[int], **changes: Any) -> LaneOrder:

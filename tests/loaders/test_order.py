@@ -20,7 +20,7 @@ from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample, SampleId
 from tests.support.strategies import MemorySource, media_segment, source_sets, text_segment, text_source
 
-FAST = settings(deadline=None, max_examples=25)
+FAST = settings(deadline=None, max_examples=12)
 STEPS = 6
 
 
