@@ -56,6 +56,7 @@ def _check_media(plan: StepPlan, where: str) -> None:
             where=where,
         )
     ranks = set(plan.ranks)
+    lengths = [pack.num_tokens for pack in plan.packs]
     for item in plan.media:
         if item.rank not in ranks:
             raise PlanError(f"rank {item.rank} encodes media and is not of the group", where=where)
@@ -66,9 +67,7 @@ def _check_media(plan: StepPlan, where: str) -> None:
                 where=where,
             )
         end = item.position + item.num_rows
-        if end > plan.packs[item.pack].num_tokens:
+        if end > lengths[item.pack]:
             raise PlanError(
-                f"rows of pack {item.pack} end at {end}, behind its "
-                f"{plan.packs[item.pack].num_tokens} tokens",
-                where=where,
+                f"rows of pack {item.pack} end at {end}, behind its {lengths[item.pack]} tokens", where=where
             )

@@ -179,6 +179,7 @@ def position_grid(shape: TransformerShape, grid: tuple[int, int, int]) -> tuple[
     return grid
 
 
+@functools.lru_cache(maxsize=1 << 16)
 def sequence_flops(shape: TransformerShape, num_tokens: int) -> int:
     """Return the operations, forward and backward, of one isolated sample in the LLM, its head included."""
     pairs = shape.layers * num_tokens * num_tokens

@@ -154,16 +154,18 @@ def main_owners(load: MediaLoad) -> IntArray:
 def _repair(load: MediaLoad, start: IntArray) -> IntArray:
     """Leave at ``start`` what fits under the least possible makespan, longest first; the rest goes by LPT."""
     limit = lower_bound(load.costs, load.num_members)
-    members = start.copy()
-    kept = np.zeros(load.num_members)
+    # Plain lists: a loop over single items of an array is several times slower.
+    costs, starts = load.costs.tolist(), start.tolist()
+    kept = [0.0] * load.num_members
     evicted: list[int] = []
     for item in np.argsort(-load.costs, kind="stable").tolist():
-        member = start[item]
-        if kept[member] + load.costs[item] <= limit:
-            kept[member] += load.costs[item]
+        member = starts[item]
+        if kept[member] + costs[item] <= limit:
+            kept[member] += costs[item]
         else:
             evicted.append(item)
-    members[evicted] = lpt(load.costs[evicted], load.num_members, loads=kept)
+    members = start.copy()
+    members[evicted] = lpt(load.costs[evicted], load.num_members, loads=np.asarray(kept))
     return refine(load.costs, members, load.num_members)
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from balancer.cost import CostModel
+from balancer.reshard import row_owners
 from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
+from omni_pipeline.core.topology import Topology
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,11 +106,13 @@ def rank_rows(plan: StepPlan, unbalanced: StepPlan, *, cost_model: CostModel) ->
     ]
 
 
-def moved_fraction(plan: StepPlan, unbalanced: StepPlan) -> float:
-    """Return the share of media segments that another rank encodes than without balancing, 0 to 1."""
-    pairs = zip(plan.media, unbalanced.media, strict=True)
-    moved = sum(after.rank != before.rank for after, before in pairs)
-    return moved / len(plan.media) if plan.media else 0.0
+def moved_fraction(plan: StepPlan, topology: Topology) -> float:
+    """Return the share of embedding rows that are encoded outside of their replica's owners, 0 to 1."""
+    owners = {replica: set(row_owners(topology, replica)) for replica in plan.replicas}
+    moved = sum(
+        item.num_rows for item in plan.media if item.rank not in owners[plan.slots[item.pack].replica]
+    )
+    return moved / max(1, sum(item.num_rows for item in plan.media))
 
 
 def _pack_row(pack: Pack, replica: int, microbatch: int, cost_model: CostModel, seq_len: int) -> PackRow:

@@ -155,18 +155,18 @@ def test_a_move_must_pay(per_row: float, num_moved: int) -> None:
 
 
 def test_of_equal_makespans_the_one_that_moves_fewer_rows_wins() -> None:
-    # Four equal images at home on rank 0; rank 1 owns the rows of two, as with context parallelism.
+    # Four equal images at home on rank 0; rank 1 owns the rows of the first two.
     load = MediaLoad(
         costs=np.full(4, 5.0),
         home=np.zeros(4, dtype=np.int64),
         piece_item=np.arange(4),
-        piece_owner=np.asarray([0, 0, 1, 1]),
+        piece_owner=np.asarray([1, 1, 0, 0]),
         piece_rows=np.full(4, 10),
         num_members=2,
     )
     members = place_media(load, lambda rows, messages: float(rows) / 100)
     assert makespan(load.costs, members, 2) == 10
-    assert members.tolist() == main_owners(load).tolist() == [0, 0, 1, 1]
+    assert members.tolist() == main_owners(load).tolist() == [1, 1, 0, 0]
 
 
 def test_exchange_counts_rows_and_messages_of_the_busiest_rank() -> None:
