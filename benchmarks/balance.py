@@ -23,7 +23,7 @@ import numpy as np
 
 from balancer.cost import CostModel, TransformerShape, vision_shape
 from balancer.planner import BalanceConfig, GroupPlanner
-from balancer.report import moved_fraction
+from balancer.report import moved_rows_fraction
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.seeding import generator
@@ -83,7 +83,7 @@ def main(*, repeats: int, seed: int, as_json: bool) -> None:
         print(
             f"image:text {row['image_share']:.0%}: encoders {row['encoder_before']:.2f} -> "
             f"{row['encoder_after']:.2f}, LLM {row['llm_before']:.2f} -> {row['llm_after']:.2f}, "
-            f"{row['moved_fraction']:.0%} of rows moved, modelled step {row['step_speedup']:.2f}x"
+            f"{row['moved_rows_fraction']:.0%} of rows moved, modelled step {row['step_speedup']:.2f}x"
         )
     if as_json:
         print(json.dumps(result))
@@ -122,7 +122,7 @@ def measure_mixture(image_share: float, *, seed: int) -> dict[str, float]:
         "encoder_after": encoder.imbalance_after,
         "llm_before": llm.imbalance_before,
         "llm_after": llm.imbalance_after,
-        "moved_fraction": moved_fraction(plan, planner.topology),
+        "moved_rows_fraction": moved_rows_fraction(plan, planner.topology),
         "step_speedup": (encoder.makespan_before + llm.makespan_before)
         / (encoder.makespan_after + llm.makespan_after),
     }
