@@ -63,7 +63,7 @@ def make_planner(topology: Topology, *, num_packs: int, balance: bool) -> GroupP
     return GroupPlanner(
         topology,
         cost_model=_cost_model(),
-        config=BalanceConfig(enabled=balance, latency_s=0.0),
+        config=BalanceConfig(enabled=balance),
         num_lanes=num_packs,
         packs_per_step=num_packs,
         encoders=ENCODERS,
@@ -165,10 +165,15 @@ def reference_step(
 
 
 def _cost_model() -> CostModel:
-    """Rough shapes: only their proportions matter to a plan."""
+    """Rough shapes, slow ranks and free messages, so that plans move all they can."""
     shape = TransformerShape(hidden=32, layers=2, ffn=64, heads=2, kv_heads=2, head_dim=16)
     return CostModel(
-        encoders=dict.fromkeys(ENCODERS, shape), llm=shape, encoder_of=ENCODER_OF, bytes_per_s=1e15
+        encoders=dict.fromkeys(ENCODERS, shape),
+        llm=shape,
+        encoder_of=ENCODER_OF,
+        flops_per_s=1e9,
+        bytes_per_s=1e15,
+        latency_s=0.0,
     )
 
 
