@@ -106,16 +106,6 @@ def rank_rows(plan: StepPlan, unbalanced: StepPlan, *, cost_model: CostModel) ->
     ]
 
 
-def moved_fraction(plan: StepPlan, unbalanced: StepPlan) -> float:
-    """Return the share of media segments that another rank encodes than without balancing, 0 to 1.
-
-    A segment whose pack runs on another replica counts too; ``moved_rows_fraction`` is what crosses ranks.
-    """
-    pairs = zip(plan.media, unbalanced.media, strict=True)
-    moved = sum(after.rank != before.rank for after, before in pairs)
-    return moved / len(plan.media) if plan.media else 0.0
-
-
 def moved_rows_fraction(plan: StepPlan, topology: Topology) -> float:
     """Return the share of embedding rows that are encoded outside of their replica's owners, 0 to 1."""
     owners = {replica: set(row_owners(topology, replica)) for replica in plan.replicas}

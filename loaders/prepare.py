@@ -88,7 +88,7 @@ def prepare(
     max_bytes: int = 1 << 30,
     name: str = "shard",
     tokenizer_path: Path | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> PrepareSummary:
     """Write the samples of ``inputs`` as ``out/<name>-000000.tar`` and so on, and index them.
 
@@ -99,7 +99,7 @@ def prepare(
         max_count: Most samples of a shard.
         max_bytes: A shard that has reached this payload size is closed.
         tokenizer_path: Count tokens with this ``tokenizer.json``; None counts bytes.
-        progress: Called with the number of samples written so far.
+        progress: Called with the number of samples written so far, and of all.
 
     Raises:
         ConfigError: An input is missing or holds no sample, a manifest names a missing file or is no JSON
@@ -113,13 +113,15 @@ def prepare(
             f"{out} already holds {len(old)} shards of this name, e.g. {old[0].name}",
             fix="choose another folder or name, or remove them",
         )
-    if not sum(1 for _ in _entries(paths, _Tally())):
+    num_samples = sum(1 for _ in _entries(paths, _Tally()))
+    if not num_samples:
         raise ConfigError(
             f"no sample in {', '.join(map(str, paths))}",
             fix="name a folder with media or text files, or a .jsonl manifest",
         )
     tally = _Tally()
-    _write_shards(_entries(paths, tally), out, name, tally, (max_count, max_bytes), progress)
+    on_sample = None if progress is None else lambda: progress(tally.num_samples, num_samples)
+    _write_shards(_entries(paths, tally), out, name, tally, (max_count, max_bytes), on_sample)
     reports = index_shards(tally.shards, tokenizer_path=tokenizer_path)
     return PrepareSummary(
         shards=tuple(tally.shards),
@@ -137,7 +139,7 @@ def _write_shards(
     name: str,
     tally: _Tally,
     limits: tuple[int, int],
-    progress: Callable[[int], None] | None,
+    on_sample: Callable[[], None] | None,
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
     keys: set[str] = set()
@@ -151,8 +153,8 @@ def _write_shards(
             tally.num_samples += 1
             tally.num_bytes += sum(map(len, content.values()))
             tally.num_members.update(str(modality_of(suffix) or OTHER) for suffix in content)
-            if progress is not None:
-                progress(tally.num_samples)
+            if on_sample is not None:
+                on_sample()
     finally:
         if writer is not None:
             writer.close()

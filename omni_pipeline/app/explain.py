@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from balancer.report import PackRow, RankRow, moved_fraction, pack_rows, rank_rows
+from balancer.report import PackRow, RankRow, moved_rows_fraction, pack_rows, rank_rows
 from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.wire import build_planner, build_tokenizer, build_topology, training_stream
 from omni_pipeline.core.errors import ConfigError
@@ -21,7 +21,7 @@ class ExplainedStep:
         plan: What it would do.
         packs: One row per (replica, microbatch).
         ranks: One row per rank: encoding before and after balancing.
-        moved_fraction: Share of media segments that another rank encodes than their pack's.
+        moved_fraction: Share of embedding rows that cross from one rank to another.
     """
 
     plan: StepPlan
@@ -67,7 +67,7 @@ def explain_step(config: RunConfig, *, step: int, world_size: int, group: int) -
         plan=plan,
         packs=pack_rows(plan, cost_model=model, seq_len=config.order.seq_len),
         ranks=rank_rows(plan, unbalanced, cost_model=model),
-        moved_fraction=moved_fraction(plan, unbalanced),
+        moved_fraction=moved_rows_fraction(plan, topology),
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from balancer.cost import CostModel, TransformerShape
+from balancer.cost import CostModel, TransformerShape, audio_shape, vision_shape
 from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
@@ -204,38 +204,29 @@ def _stream(
 
 def _vision_shape(model: ModelConfig) -> TransformerShape:
     vision, sizes = model.vision, model.sizes.vision
-    merged = vision.hidden * sizes.merge**2
-    return TransformerShape(
-        hidden=vision.hidden,
+    return vision_shape(
         layers=vision.layers,
+        hidden=vision.hidden,
         ffn=vision.intermediate,
         heads=vision.heads,
-        kv_heads=vision.heads,
-        head_dim=vision.hidden // vision.heads,
-        input_dim=model.patch_values,
-        output_widths=(merged, merged, model.llm.hidden),
-        positions_per_row=sizes.merge**2,
-        window=vision.window // sizes.patch,
+        patch_values=model.patch_values,
+        merge=sizes.merge,
+        window_patches=vision.window // sizes.patch,
         full_attention_layers=len(vision.full_attention_layers),
+        llm_hidden=model.llm.hidden,
     )
 
 
 def _audio_shape(model: ModelConfig) -> TransformerShape:
-    """One position is two mel frames: two outputs of the first convolution, one of the second."""
     audio = model.audio
-    return TransformerShape(
-        hidden=audio.hidden,
+    return audio_shape(
         layers=audio.layers,
+        hidden=audio.hidden,
         ffn=audio.intermediate,
         heads=audio.heads,
-        kv_heads=audio.heads,
-        head_dim=audio.hidden // audio.heads,
-        gated=False,
-        input_dim=2 * 3 * model.sizes.audio.num_mels + 3 * audio.hidden,
-        output_widths=(audio.hidden, model.llm.hidden),
-        units_per_position=2,
-        positions_per_row=2,
-        window=audio.chunk // 2,
+        num_mels=model.sizes.audio.num_mels,
+        chunk_frames=audio.chunk,
+        llm_hidden=model.llm.hidden,
     )
 
 

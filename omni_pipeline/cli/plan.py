@@ -84,7 +84,7 @@ def _print(explained: ExplainedStep) -> None:
     console.print(
         f"imbalance (max / mean): encoder {encoder.imbalance_before:.3f} -> {encoder.imbalance_after:.3f},"
         f" LLM {llm.imbalance_before:.3f} -> {llm.imbalance_after:.3f};"
-        f" {100 * explained.moved_fraction:.0f} % of the media moved"
+        f" {100 * explained.moved_fraction:.0f} % of the embedding rows cross ranks"
     )
     samples = Table(title="samples", title_justify="left")
     for name in ("place", "sample", "tokens", "segments: units -> rows @ encoding rank"):

@@ -54,12 +54,12 @@ def test_files_with_the_same_stem_become_one_sample(tmp_path: Path) -> None:
             ".hidden.jpg": b"x",
         },
     )
-    seen: list[int] = []
-    summary = prepare(root, tmp_path / "out", progress=seen.append)
+    seen: list[tuple[int, int]] = []
+    summary = prepare(root, tmp_path / "out", progress=lambda done, total: seen.append((done, total)))
     assert names_of(summary.shards) == [
         ["a.jpg", "a.json", "b.jpg", "b.question.txt", "b.txt", "sub/22_05.png"]
     ]
-    assert (summary.num_samples, summary.num_skipped, seen) == (3, 2, [1, 2, 3])
+    assert (summary.num_samples, summary.num_skipped, seen) == (3, 2, [(1, 3), (2, 3), (3, 3)])
     assert summary.num_members == {"image": 3, "other": 1, "text": 2}
     assert summary.num_bytes == sum(
         path.stat().st_size
