@@ -96,16 +96,18 @@ def _batch(
     failed: frozenset[SampleId] = NO_FAILURES,
     step: int = 0,
 ) -> Batch:
-    """Return this rank's batch. Only one rank of a group has seen a failure: the step must unite them."""
+    """Return this rank's batch. A failure is seen by a rank that does not own the text of the sample."""
     rank = dist.get_rank()
     planner = parity.make_planner(topology, num_packs=len(packs), balance=balance)
     group = topology.group_of(rank)
     own = tuple(pack for pack in packs if pack.lane % topology.num_groups == group)
     plan = planner.plan(own, step=step, group=group)
-    reporter = topology.ranks_of_group(group)[-1]
-    return parity.build_batch(
-        plan, planner, rank=rank, failed=failed if rank == reporter else frozenset(), state={}
-    )
+    seen = set()
+    for slot in plan.slots:
+        other = plan.ranks[(plan.ranks.index(slot.replica) + 1) % len(plan.ranks)]
+        if rank == other:
+            seen |= {sample.id for sample in plan.packs[slot.pack].samples} & failed
+    return parity.build_batch(plan, planner, rank=rank, failed=frozenset(seen), state={})
 
 
 def _num_moved(batch: Batch) -> int:
