@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check lint format types layers clean
+.PHONY: setup demo test test-slow check lint format types layers docs clean
 
 setup: $(STAMP)
 
@@ -38,6 +38,9 @@ types: setup
 
 layers: setup
 	$(BIN)/lint-imports --no-cache
+
+docs: setup  ## pages that are made from the code
+	$(BIN)/python -m omni_pipeline.app.settings_page docs
 
 clean:
 	rm -rf $(VENV) build dist demo-run
