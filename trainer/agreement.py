@@ -45,7 +45,7 @@ class Agreement:
     """What all ranks know before the step; equal on all of them.
 
     Args:
-        num_microbatches: Of every rank; 0 when no rank has a batch: the data has ended.
+        num_microbatches: Of every rank; 0 when no rank has a batch with samples: the data has ended.
         requests: The wishes of all ranks together.
     """
 
@@ -62,6 +62,7 @@ class _Word:
     settings: int
     plan: int
     num_microbatches: int
+    has_samples: int
     stop: int
     checkpoint: int
     has_problem: int
@@ -79,7 +80,7 @@ def agree(
     """Compare notes with all ranks; all must call it.
 
     Args:
-        batch: Of this rank; None when its data has ended.
+        batch: Of this rank; None or an exhausted one when its data has ended.
         step: The step that this rank is about to do.
         settings: Digests of the settings that must be equal everywhere, by section.
         problem: Why this rank cannot run its batch; empty if it can.
@@ -96,6 +97,7 @@ def agree(
         settings=_digest(settings),
         plan=NO_PLAN if batch is None else batch.plan.digest,
         num_microbatches=0 if batch is None else batch.plan.num_microbatches,
+        has_samples=int(batch is not None and not batch.exhausted),
         stop=int(requests.stop),
         checkpoint=int(requests.checkpoint),
         has_problem=int(bool(problem)),
@@ -124,7 +126,7 @@ def agree(
             fix="load the loader state of the same checkpoint as the weights",
         )
     return Agreement(
-        num_microbatches=max(word.num_microbatches for word in words),
+        num_microbatches=max(word.num_microbatches * word.has_samples for word in words),
         requests=Requests(
             stop=any(word.stop for word in words), checkpoint=any(word.checkpoint for word in words)
         ),

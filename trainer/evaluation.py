@@ -64,7 +64,8 @@ def evaluate(
 ) -> dict[str, EvalSums]:
     """Return the sums by source over all ``batches`` of all ranks; a collective.
 
-    Ranks may have different numbers of batches: those that have none left help the others.
+    Ranks may have different numbers of batches: those that have none left, or exhausted ones, help the
+    others, until no rank has samples.
     """
     totals = {name: EvalSums() for name in sources}
     iterator: Iterator[Batch] = iter(batches)
@@ -90,14 +91,14 @@ def eval_step(
 
     Args:
         model: Unchanged, and left in training mode (the model has no dropout).
-        batch: Of this rank, or None if it has no more.
+        batch: Of this rank; None or an exhausted one if it has no more.
         step: Its number, from 0.
         sources: Names of all sources, the same on all ranks.
         eos: The token that ends a sample; it counts in the loss, not in the accuracy.
         settings: See ``Learner``.
 
     Returns:
-        Sums by source over all ranks; None when no rank had a batch.
+        Sums by source over all ranks; None when no rank had a batch with samples.
 
     Raises:
         StateMismatchError, RankError: As ``train_step``.

@@ -34,7 +34,10 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class BatchLoader(Protocol):
-    """Gives the batches of one rank, in order; ``batch.state`` resumes after that batch."""
+    """Gives the batches of one rank, in order; ``batch.state`` resumes after that batch.
+
+    It may end, or go on with exhausted batches; these keep the states of all groups at the same step.
+    """
 
     def __iter__(self) -> Iterator[Batch]:
         """Continue where the loader is."""

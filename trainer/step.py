@@ -54,7 +54,7 @@ class StepResult:
 
     Args:
         step: Its number.
-        ended: No rank had a batch, nothing was done.
+        ended: No rank had a batch with samples, nothing was done.
         loss: Mean over the labels of the global batch; NaN if skipped.
         grad_norm: Global norm before clipping; NaN if skipped.
         lr: Learning rate used.
@@ -114,7 +114,8 @@ def train_step(
 
     Args:
         learner: Changed in place.
-        batch: Of this rank, or None if its data has ended: it helps the others with empty microbatches.
+        batch: Of this rank; None or an exhausted one if its data has ended: it helps the others with empty
+            microbatches.
         step: Its number, from 0.
         requests: Wishes of this rank.
         problem: Why this rank has no batch, if its loader failed; told to all ranks.
@@ -223,7 +224,9 @@ def prepare_step(
             sum(span.id in failed for span in spans),
         ]
     )
-    if batch is None and agreement.num_microbatches:
+    if agreement.num_microbatches == 0:
+        batch = None
+    elif batch is None:
         batch = idle_batch(
             step=step, num_microbatches=agreement.num_microbatches, anchors=model.anchors, groups=groups
         )

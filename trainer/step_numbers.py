@@ -17,7 +17,7 @@ from omni_pipeline.core.metrics import Metrics
 from trainer.parallel.mesh import RankGroups
 from trainer.step import StepResult
 
-LOADER_STAGES = ("plan_s", "fetch_s", "decode_s")
+LOADER_STAGES = ("plan_s", "fetch_s", "decode_s", "assemble_s")
 STEP_STAGES = ("agree_s", "compute_s", "optimizer_s")
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,12 @@ SETTINGS = {"model": "ab"}
 class ListLoader:
     """Batches of synthetic packs, from any step to any other; its state is the next step."""
 
-    def __init__(self, topology: Topology, *, start: int = 0, stop: int = 1000, act: Any = None) -> None:
+    def __init__(
+        self, topology: Topology, *, start: int = 0, stop: int = 1000, num_full: int = 1000, act: Any = None
+    ) -> None:
         self.topology = topology
         self.steps = range(start, stop)
+        self.num_full = num_full
         self.act = act
 
     def __iter__(self) -> Iterator[Batch]:
@@ -53,9 +57,12 @@ class ListLoader:
         for step in self.steps:
             if self.act is not None:
                 self.act(step)
-            plan = planner.plan(_packs(step, group, self.topology), step=step, group=group)
+            exhausted = step >= self.num_full
+            packs = [] if exhausted else _packs(step, group, self.topology)
+            plan = planner.plan(packs, step=step, group=group)
             state = {"step": step + 1, "groups": [group]}
-            yield parity.build_batch(plan, planner, rank=rank, state=state)
+            batch = parity.build_batch(plan, planner, rank=rank, state=state)
+            yield replace(batch, exhausted=exhausted)
 
 
 def _packs(step: int, group: int, topology: Topology) -> list[Pack]:
@@ -67,7 +74,8 @@ def _packs(step: int, group: int, topology: Topology) -> list[Pack]:
 
 
 def _merge(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {"step": states[0]["step"], "groups": [group for state in states for group in state["groups"]]}
+    (step,) = {state["step"] for state in states}
+    return {"step": step, "groups": [group for state in states for group in state["groups"]]}
 
 
 def _parts(topology: Topology) -> tuple[ColocatedModel, Learner]:
@@ -203,9 +211,9 @@ def test_a_checkpoint_is_due_by_the_clock_of_rank_0(tmp_path: Path) -> None:
 
 
 def _uneven_end(rank: int, folder: Path) -> Progress:
-    """Group 1 has one step less than group 0."""
+    """Group 1 has one step less than group 0; from then on its batches are exhausted."""
     topology = Topology(2, replicas_per_group=1)
-    return _run(folder, topology, loader=ListLoader(topology, stop=3 - rank))[0]
+    return _run(folder, topology, loader=ListLoader(topology, num_full=3 - rank))[0]
 
 
 def test_the_run_ends_with_the_data_of_the_last_group(tmp_path: Path) -> None:
