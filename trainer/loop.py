@@ -186,7 +186,8 @@ class _Saver:
         path = self.checkpointer.save(progress, self.merge_states(self._states_of_groups()))
         self._num_steps_saved = progress.num_steps
         self._saved_at = time.monotonic()
-        logger.info("saved %s in %.1f s", path, self._saved_at - start)
+        if self.groups.rank == 0:
+            logger.info("saved %s in %.1f s", path, self._saved_at - start)
 
     def save_last(self, progress: Progress) -> None:
         """Save unless nothing was trained, or all of it is saved."""

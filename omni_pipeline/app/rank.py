@@ -219,9 +219,10 @@ class _Run:
         return restored.progress
 
     def _remembering(self, loader: OmniLoader) -> Iterator[Batch]:
-        """Batches until the group's samples end; keeps the last plan for the gallery."""
-        for batch in _until_exhausted(loader):
-            self.last_plan = batch.plan
+        """Pass batches on; keeps the last plan with samples for the gallery."""
+        for batch in loader:
+            if not batch.exhausted:
+                self.last_plan = batch.plan
             yield batch
 
     def _after_step(self, num_steps: int, metrics: Metrics) -> None:
@@ -239,7 +240,7 @@ class _Run:
             with self._loader(stream, quarantine=quarantine) as loader:
                 sums = evaluate(
                     self.model,
-                    _until_exhausted(loader),
+                    loader,
                     sources=[source.name],
                     eos=self.eos,
                     settings=self.digests,
@@ -248,10 +249,3 @@ class _Run:
                 metrics.record(f"evaluation/{source.name}/loss", sums.loss, step)
                 metrics.record(f"evaluation/{source.name}/accuracy", sums.accuracy, step)
                 logger.info("held-out %s: loss %.4f, accuracy %.4f", source.name, sums.loss, sums.accuracy)
-
-
-def _until_exhausted(batches: Iterator[Batch]) -> Iterator[Batch]:
-    for batch in batches:
-        if batch.exhausted:
-            return
-        yield batch
