@@ -23,7 +23,7 @@ from omni_pipeline.core.sample import Modality
 from trainer.model.omni import OmniModel
 from trainer.parallel.config import ParallelConfig, Precision
 from trainer.parallel.mesh import RankGroups, make_module_mesh
-from trainer.parallel.sharding import shard_module
+from trainer.parallel.sharding import begin_backward, shard_module
 
 
 @dataclass(frozen=True)
@@ -76,12 +76,14 @@ class ColocatedModel:
         llm: See ``trainer.model.llm.Llm.forward``.
         anchors: The encoders in the order in which their rows are concatenated.
         groups: The place of this rank.
+        parallel: Layout of each part by name.
     """
 
     module: nn.Module
     llm: nn.Module
     anchors: tuple[EncoderAnchor, ...]
     groups: RankGroups
+    parallel: Mapping[str, ParallelConfig]
 
     @property
     def parts(self) -> dict[str, nn.Module]:
@@ -109,6 +111,11 @@ class ColocatedModel:
                 fix="report this: sizes and encoders disagree",
             )
         return rows
+
+    def begin_backward(self, *, is_last: bool) -> None:
+        """Prepare the next backward; ``is_last`` is that of the step's last microbatch."""
+        for name, module in self.parts.items():
+            begin_backward(module, self.parallel[name], is_last=is_last)
 
     def release(self) -> None:
         """Free gathered parameters, which a forward without backward leaves in place."""
@@ -161,13 +168,14 @@ def colocate(
         raise ConfigError(
             f"the model has no part {unknown[0]!r}", fix=f"its parts are {', '.join(sorted(names))}"
         )
+    layouts = {name: parallel.get(name, ParallelConfig()) for name in names}
     for setting, (name, module) in settings.items():
-        config = parallel.get(name, ParallelConfig())
+        config = layouts[name]
         mesh = make_module_mesh(device=groups.device, dp_shard=config.dp_shard, setting=f"{setting}.dp_shard")
-        shard_module(module, mesh=mesh, precision=precision)
+        shard_module(module, mesh=mesh, precision=precision, reshard=config.reshard)
     if next(model.parameters()).is_meta:
         if seed is None:
             raise ValueError("a model on the meta device needs a seed for its first weights")
         model.to_empty(device=groups.device)
         model.init_weights(seed)
-    return ColocatedModel(module=model, llm=model.llm, anchors=anchors, groups=groups)
+    return ColocatedModel(module=model, llm=model.llm, anchors=anchors, groups=groups, parallel=layouts)

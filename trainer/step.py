@@ -238,6 +238,7 @@ def _forward_backward(model: ColocatedModel, microbatch: MicroBatch, prepared: P
     assert prepared.batch is not None, "agreed steps have a batch"
     num_rows = rows_by_plan(prepared.batch.plan, microbatch.index, rank=model.groups.rank)
     output = run_microbatch(model, microbatch, num_rows=num_rows, failed=prepared.failed)
+    model.begin_backward(is_last=microbatch is prepared.batch.microbatches[-1])
     torch.autograd.backward(output.loss_sum / prepared.num_labels)
     return output.loss_sum.detach()
 

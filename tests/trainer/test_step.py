@@ -66,11 +66,11 @@ class Recorder(torch.optim.SGD):
             self.gradients[name] = parameter.grad.full_tensor().clone()
 
 
-def _colocated(topology: Topology, *, dp_shard: Mapping[str, int] | None = None) -> ColocatedModel:
+def _colocated(topology: Topology, *, layouts: Mapping[str, ParallelConfig] | None = None) -> ColocatedModel:
     return colocate(
         build_model(parity.CONFIG, seed=3),
         groups=make_rank_groups(topology, device=pick_device()),
-        parallel={name: ParallelConfig(dp_shard=degree) for name, degree in (dp_shard or {}).items()},
+        parallel=layouts or {},
         precision="fp32",
     )
 
@@ -117,9 +117,9 @@ def _num_moved(batch: Batch) -> int:
 
 
 def _run_scenarios(
-    rank: int, topology: Topology, names: list[str], balance: bool, dp_shard: dict[str, int]
+    rank: int, topology: Topology, names: list[str], balance: bool, layouts: dict[str, ParallelConfig]
 ) -> dict[str, tuple[StepResult, dict[str, torch.Tensor]]]:
-    model = _colocated(topology, dp_shard=dp_shard)
+    model = _colocated(topology, layouts=layouts)
     results = {}
     for name in names:
         packs, failed = SCENARIOS[name]
@@ -143,9 +143,9 @@ def _check_parity(
     names: Sequence[str] = tuple(SCENARIOS),
     *,
     balance: bool = True,
-    dp_shard: dict[str, int] | None = None,
+    layouts: dict[str, ParallelConfig] | None = None,
 ) -> None:
-    arguments = topology, list(names), balance, dp_shard or {}
+    arguments = topology, list(names), balance, layouts or {}
     by_rank = run_ranks(topology.world_size, _run_scenarios, args=arguments)
     for name, (result, gradients) in by_rank[0].items():
         expected = _reference(name)
@@ -180,7 +180,17 @@ def test_groups_and_a_mesh_for_each_module_change_nothing() -> None:
     _check_parity(
         Topology(4, replicas_per_group=2),
         ["full packs", "ranks without media"],
-        dp_shard={"vision": 2, "audio": 1, "llm": 4},
+        layouts={name: ParallelConfig(dp_shard=n) for name, n in {"vision": 2, "audio": 1, "llm": 4}.items()},
+    )
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_summed_once_per_step_are_the_same(world_size: int) -> None:
+    once = ParallelConfig(reshard="step")
+    _check_parity(
+        Topology(world_size),
+        ["full packs", "ranks without media", "no media at all"],
+        layouts={"vision": once, "audio": ParallelConfig(), "llm": once},
     )
 
 

@@ -20,6 +20,12 @@ class ParallelConfig(BaseModel):
         "smaller means several copies (hybrid sharding).",
     )
 
+    reshard: Literal["microbatch", "step"] = Field(
+        "microbatch",
+        description="When gathered parameters are freed and gradients summed over ranks: in every microbatch "
+        "(least memory), or once per step (fewest messages; each rank holds a whole copy and its gradients).",
+    )
+
     @field_validator("dp_shard")
     @classmethod
     def _is_a_degree(cls, value: int) -> int:

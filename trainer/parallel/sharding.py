@@ -12,10 +12,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-from trainer.parallel.config import Precision
+from trainer.parallel.config import ParallelConfig, Precision
 
 
-def shard_module(module: nn.Module, *, mesh: DeviceMesh, precision: Precision) -> None:
+def shard_module(
+    module: nn.Module, *, mesh: DeviceMesh, precision: Precision, reshard: str = "microbatch"
+) -> None:
     """Shard ``module`` in place: every block of its ``ModuleList``s by itself, the rest as one unit.
 
     Parameters stay float32; with ``bf16`` they are gathered and computed with in bfloat16, and
@@ -26,7 +28,7 @@ def shard_module(module: nn.Module, *, mesh: DeviceMesh, precision: Precision) -
     if precision == "bf16":
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for block in _blocks_of(module):
-        fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "microbatch")
     # The root keeps its parameters after forward: the loss reads the head outside of the LLM's forward.
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     for part in module.modules():
@@ -34,6 +36,18 @@ def shard_module(module: nn.Module, *, mesh: DeviceMesh, precision: Precision) -
             part.set_gradient_divide_factor(1.0)
             # Without this, gloo is asked for a premultiplied sum, which it does not have.
             part.set_force_sum_reduction_for_comms(True)
+
+
+def begin_backward(module: nn.Module, config: ParallelConfig, *, is_last: bool) -> None:
+    """Tell a sharded module what its next backward ends; ``is_last`` is the last microbatch of the step.
+
+    With ``reshard = "step"`` gradients stay whole on each rank until the last backward, which sums them.
+    """
+    if isinstance(module, FSDPModule):
+        ends_something = is_last or config.reshard == "microbatch"
+        module.set_requires_gradient_sync(ends_something)
+        module.set_reshard_after_backward(ends_something)
+        module.set_is_last_backward(is_last)
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:
