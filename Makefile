@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow check lint format types layers docs clean
+.PHONY: setup demo test test-slow test-gpu check lint format types layers docs clean
 
 setup: $(STAMP)
 
@@ -22,6 +22,9 @@ test: setup lint types layers  ## lint, types, layers and the fast tests
 
 test-slow: setup  ## the tests that take more than some seconds
 	$(BIN)/python -m pytest -m "slow"
+
+test-gpu: setup  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m "gpu"
 
 check: test
 
