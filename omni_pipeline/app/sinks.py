@@ -248,7 +248,7 @@ class ConsoleMetrics:
     def line(self) -> str:
         """Return the text for the current step; numbers that were not recorded are left out."""
         total = f"/{self._total_steps}" if self._total_steps else ""
-        parts = [f"step {self._step}{total}", *self._numbers(), self._eta()]
+        parts = [f"step {self._step}{total}", *self._numbers(), self._eta(), self._imbalance()]
         return "  ".join(part for part in parts if part)
 
     def _numbers(self) -> Iterable[str]:
@@ -260,12 +260,15 @@ class ConsoleMetrics:
         wait_s, step_s = value("loader/wait_s"), value("trainer/step_s")
         if wait_s is not None and step_s:
             yield f"data wait {100 * wait_s / step_s:.1f}%"
-        for name in ("encoder", "llm"):
-            before = value(f"balancer/{name}_imbalance_before")
-            after = value(f"balancer/{name}_imbalance_after")
+
+    def _imbalance(self) -> str:
+        found = []
+        for name, label in (("encoder", "encoder"), ("llm", "LLM")):
+            before = self._values.get(f"balancer/{name}_imbalance_before")
+            after = self._values.get(f"balancer/{name}_imbalance_after")
             if before is not None and after is not None:
-                label = "LLM" if name == "llm" else name
-                yield f"{label} imbalance {before:.2f}->{after:.2f}"
+                found.append(f"{label} {before:.2f}->{after:.2f}")
+        return " ".join(["imbalance", *found]) if found else ""
 
     def _eta(self) -> str:
         if not self._total_steps or not self._step_times_s or self._step is None:

@@ -165,8 +165,8 @@ def test_a_pipe_gets_occasional_plain_lines() -> None:
     metrics.close()
     lines = out.getvalue().splitlines()
     assert lines[0] == (
-        "step 0/100  loss 2.5000  12,345 tokens/s  data wait 2.5%  encoder imbalance 1.80->1.05"
-        "  LLM imbalance 1.40->1.02  ETA 3 min 18 s"
+        "step 0/100  loss 2.5000  12,345 tokens/s  data wait 2.5%  ETA 3 min 18 s"
+        "  imbalance encoder 1.80->1.05 LLM 1.40->1.02"
     )
     assert [line.split()[1] for line in lines] == ["0/100", "3/100", "6/100", "9/100"]
 
