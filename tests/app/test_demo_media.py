@@ -19,7 +19,10 @@ from omni_pipeline.app.demo.generate import DemoCounts, DemoMedia, generate_medi
 from omni_pipeline.app.demo.motion import encode_video, render_motion
 from omni_pipeline.app.demo.questions import QUIZZES, plan_quiz, swap
 from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.sample import RawSize
 from omni_pipeline.core.seeding import generator
+from omni_pipeline.core.sizes import image_grid
+from trainer.config import ModelConfig
 
 COUNTS = DemoCounts(
     shapes=64,
@@ -96,6 +99,12 @@ def outline(pixels: NDArray[np.uint8]) -> str:
         return "c"
     spread = (reach**2).sum() / len(rows) ** 2
     return "s" if spread < 0.18 else "t" if spread < 0.213 else "x"
+
+
+def shape_grid(height: int, width: int) -> tuple[int, int, int]:
+    """The patch grid that the demo's model sees of a picture, (1, rows, columns)."""
+    sizes = ModelConfig.model_validate({"size": "demo"}).sizes.vision
+    return image_grid(RawSize(height=height, width=width), sizes)
 
 
 def pitch_and_timbre(path: Path) -> tuple[str, str]:
@@ -194,12 +203,18 @@ def test_sizes_and_lengths_really_vary(media: DemoMedia) -> None:
         for folder in (media.train["shapes"], media.held_out["held-out-shapes"])
         for key in folder.answers
     ]
-    pixels = [height * width for height, width in sides]
+    assert sum(height != width for height, width in sides) > 0.7 * len(sides)
+    photos = [image_of(path).shape[:2] for path in media.train["photos"].path.glob("*.jpg")]
+    pixels = [height * width for height, width in sides + photos]
     assert max(pixels) > 40 * min(pixels)
-    assert sum(height != width for height, width in sides) > 0.9 * len(sides)
+    sizes = {shape_grid(height, width) for height, width in sides}
+    assert sizes == {(1, 4, 4)}, "quiz pictures all become the same patches; real ones do not"
+    assert len({shape_grid(height, width) for height, width in photos}) > 3
     tone = media.train["tones"]
     lengths = [soundfile.info(media_file(tone.path, key)).duration for key in tone.answers]
-    assert max(lengths) > 5 * min(lengths)
+    assert max(lengths) > 3 * min(lengths)
+    speech = [soundfile.info(path).duration for path in media.train["speech"].path.glob("*.wav")]
+    assert max(speech) > 1.5 * max(lengths)
     texts = [len(path.read_text(encoding="utf-8")) for path in media.train["prose"].path.iterdir()]
     assert max(texts) > 5 * min(texts)
     assert min(texts) >= 100

@@ -75,8 +75,8 @@ def test_vocabulary_is_padded_to_a_multiple_of_64() -> None:
         ),
         ({"llm": {"heads": 5}}, "setting 'model.llm': heads 5 is not a multiple of kv_heads 2"),
         (
-            {"vision": {"layers": 2}},
-            "setting 'model.vision': full_attention_layers names block 2, the blocks are 0 .. 1",
+            {"vision": {"layers": 1}},
+            "setting 'model.vision': full_attention_layers names block 1, the blocks are 0 .. 0",
         ),
         (
             {"vision": {"hidden": 100}},
@@ -87,7 +87,7 @@ def test_vocabulary_is_padded_to_a_multiple_of_64() -> None:
             "setting 'model': vision.window 30 is not a multiple of sizes.vision.patch x merge = 28",
         ),
         ({"audio": {"chunk": 7}}, "setting 'model.audio': chunk 7 is odd; the convolution halves it"),
-        ({"audio": {"heads": 3}}, "setting 'model.audio': hidden 128 is not an even multiple of heads 3"),
+        ({"audio": {"heads": 5}}, "setting 'model.audio': hidden 96 is not an even multiple of heads 5"),
     ],
 )
 def test_wrong_settings_are_named_with_value_and_limit(table: dict[str, object], message: str) -> None:

@@ -57,9 +57,9 @@ class DemoCounts(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    shapes: int = Field(600, ge=0, description="Training pictures of a shape, samples.")
-    motion: int = Field(300, ge=0, description="Training clips of a moving object, samples.")
-    tones: int = Field(400, ge=0, description="Training recordings of a tone, samples.")
+    shapes: int = Field(1200, ge=0, description="Training pictures of a shape, samples.")
+    motion: int = Field(400, ge=0, description="Training clips of a moving object, samples.")
+    tones: int = Field(500, ge=0, description="Training recordings of a tone, samples.")
     photos: int = Field(40, ge=0, description="Crops of real photographs, samples.")
     clips: int = Field(10, ge=0, description="Pieces of a real clip, samples.")
     speech: int = Field(5, ge=0, le=5, description="Real recordings, samples.")
@@ -143,7 +143,7 @@ def generate_media(
     Args:
         out: Made if missing; none of the folders to be written may exist in it.
         seed: Decides every file: equal seeds give equal pixels, samples and texts.
-        counts: Samples per set; the defaults take some 85 MB.
+        counts: Samples per set; the defaults take some 20 MB.
         progress: Told how far it is.
         workers: Processes to use; 1 makes all in this one. Default: one per processor, at most 4.
 

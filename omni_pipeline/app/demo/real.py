@@ -43,7 +43,7 @@ def photo(seed: int, index: int) -> dict[str, bytes]:
             round(side * share) for side, share in zip(image.size, rng.uniform(0.45, 1.0, 2), strict=True)
         )
         left, top = int(rng.integers(0, width - wide + 1)), int(rng.integers(0, height - high + 1))
-        scale = float(np.exp(rng.uniform(np.log(0.12), 0.0)))
+        scale = float(np.exp(rng.uniform(np.log(0.3), 0.0)))
         size = max(28, round(wide * scale)), max(28, round(high * scale))
         crop = image.resize(size, Image.Resampling.BILINEAR, box=(left, top, left + wide, top + high))
     return {"jpg": encode_image(np.asarray(crop), extension="jpg"), "txt": CAPTIONS[name].encode()}
@@ -59,10 +59,10 @@ def clips(seed: int, count: int) -> Iterator[dict[str, bytes]]:
     frames, rate = _clip_frames()
     for index in range(count):
         rng = generator(seed, "demo-clips", index)
-        num_frames = int(rng.integers(rate, len(frames) + 1))
+        num_frames = int(rng.integers(2 * rate, len(frames) + 1))
         begin = int(rng.integers(0, len(frames) - num_frames + 1))
         every = int(rng.choice([1, 5]))
-        width = 2 * int(rng.integers(32, 97))
+        width = 2 * int(rng.integers(56, 97))
         height = 2 * round(width * 9 / 32)
         pieces = (
             np.asarray(Image.fromarray(pixels).resize((width, height), Image.Resampling.BILINEAR))

@@ -49,7 +49,7 @@ class DemoSettings:
 
     out: Path
     num_ranks: int = 2
-    steps: int = 240
+    steps: int = 160
     seed: int = 0
 
     @property

@@ -17,6 +17,7 @@ lanes = 4
 packs_per_step = 4
 seq_len = 512
 look_ahead = 48
+oversize = "cut"
 shuffle_block = 256
 
 [model]
@@ -24,13 +25,16 @@ size = "demo"
 
 [balance]
 group = "all"
+flops_per_s = 2e10  # what one rank attains on a processor, and what a message between two costs
+bytes_per_s = 1e9
+latency_s = 5e-5
 
 [loader]
 num_workers = 1
 max_bad_fraction = 0.05
 
 [optimizer]
-lr = 2e-3
+lr = 1.5e-3
 warmup_steps = 20
 weight_decay = 0.01
 
@@ -51,13 +55,13 @@ QUESTION = '"{media}", {{ member = "question.txt", loss = false }}, "answer.txt"
 IMAGE, VIDEO, AUDIO = "jpg|png|webp", "mp4|webm", "wav|flac|mp3"
 
 TRAINED = {  # name: (fields, share of the tokens)
-    "shapes": (QUESTION.format(media=IMAGE), 0.22),
-    "motion": (QUESTION.format(media=VIDEO), 0.28),
-    "tones": (QUESTION.format(media=AUDIO), 0.26),
-    "photos": (f'"{IMAGE}", "txt"', 0.06),
+    "shapes": (QUESTION.format(media=IMAGE), 0.30),
+    "motion": (QUESTION.format(media=VIDEO), 0.21),
+    "tones": (QUESTION.format(media=AUDIO), 0.29),
+    "photos": (f'"{IMAGE}", "txt"', 0.08),
     "clips": (f'"{VIDEO}", "txt"', 0.06),
-    "speech": (f'"{AUDIO}", "txt"', 0.06),
-    "prose": ('"txt"', 0.06),
+    "speech": (f'"{AUDIO}", "txt"', 0.03),
+    "prose": ('"txt"', 0.03),
 }
 
 

@@ -18,12 +18,13 @@ PITCHES: Final = {"l": (150.0, 250.0), "m": (400.0, 600.0), "h": (950.0, 1150.0)
 TIMBRES: Final = {"s": "sine", "q": "square", "n": "noise bursts"}
 EXTENSIONS: Final = ("wav", "flac", "mp3")
 
-_RATES = (8_000, 16_000, 22_050, 44_100)
+_RATES = (8_000,) * 4 + (16_000,) * 4 + (22_050, 44_100)  # high rates cost bytes, so they are rare
+_MIN_DURATION_S = 0.4
 _SUBTYPES: Final = {"wav": "PCM_16", "flac": "PCM_16", "mp3": "MPEG_LAYER_III"}
 
 
 def render_tone(
-    rng: np.random.Generator, *, pitch: str, timbre: str, max_duration_s: float = 6.0
+    rng: np.random.Generator, *, pitch: str, timbre: str, max_duration_s: float = 1.6
 ) -> tuple[NDArray[np.float32], int]:
     """Return a recording, float32 [samples, channels] within +-1, and its sampling rate, Hz.
 
@@ -31,11 +32,11 @@ def render_tone(
         rng: Decides all but pitch and timbre.
         pitch: A key of ``PITCHES``.
         timbre: A key of ``TIMBRES``.
-        max_duration_s: Longest recording; the shortest lasts half a second.
+        max_duration_s: Longest recording; the shortest lasts 0.4 seconds.
     """
     rate = int(rng.choice(_RATES))
-    channels = int(rng.integers(1, 3))
-    duration_s = float(np.exp(rng.uniform(np.log(0.5), np.log(max_duration_s))))
+    channels = 2 if rng.random() < 0.25 else 1
+    duration_s = float(np.exp(rng.uniform(np.log(_MIN_DURATION_S), np.log(max_duration_s))))
     time_s = np.arange(round(duration_s * rate)) / rate
     frequency = rng.uniform(*PITCHES[pitch])
     wave = _bursts(rng, time_s, rate, frequency) if timbre == "n" else _steady(rng, time_s, frequency, timbre)
