@@ -4,8 +4,8 @@
 
 One rank, one thread, the tiny model, so that little but the host's work is left. Variants run in turn within
 one process, and times are CPU times, so other work on the machine does not count. The last line of
-``--json`` is one object: ``step_ms`` by ``reshard`` setting and ``reshard_speedup`` (microbatch / step), ``adamw_ms`` by
-implementation and ``adamw_speedup`` (default / fused), each the median with its spread (min, max).
+``--json`` is one object: ``step_ms`` by ``reshard`` setting, ``reshard_speedup`` (microbatch / step),
+``adamw_ms`` by implementation, ``adamw_speedup`` (default / fused); times as median, min and max.
 """
 
 from __future__ import annotations
