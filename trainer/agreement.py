@@ -13,18 +13,20 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from omni_pipeline.core.batch import Batch
-from omni_pipeline.core.errors import RankError, StateMismatchError
+from omni_pipeline.core.errors import OmniError, RankError, StateMismatchError
 from omni_pipeline.core.plan import StepPlan
 from omni_pipeline.core.sample import SampleId
 from trainer.parallel.mesh import RankGroups
 
 NO_PLAN = -1
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -149,11 +151,13 @@ def compare_settings(settings: Mapping[str, str], *, where: str = "start of the 
     ]
     if lines:
         more = f" and {len(lines) - 8} more" if len(lines) > 8 else ""
-        raise StateMismatchError(
+        error = StateMismatchError(
             f"ranks have other settings than rank 0: {'; '.join(lines[:8])}{more}",
             where=where,
             fix="start all ranks with the same code, run file, flags and data",
         )
+        error.is_shared = True
+        raise error
 
 
 def unite_failed(batch: Batch | None, groups: RankGroups) -> frozenset[SampleId]:
@@ -173,7 +177,37 @@ def global_sums(values: Sequence[int]) -> list[int]:
     return [int(value) for value in sums.tolist()]
 
 
-def raise_together(message: str, *, what: str, groups: RankGroups) -> NoReturn:
+def all_or_none(action: Callable[[], ResultT], *, what: str) -> ResultT:
+    """Return what ``action`` does on this rank, or raise on every rank if it failed on any; all must call it.
+
+    So no rank goes on to wait for one that has failed on its own.
+
+    Raises:
+        OmniError: The rank's own error; on the others a ``RankError`` that names the rank and its message.
+    """
+    result: list[ResultT] = []
+    error: OmniError | None = None
+    try:
+        result.append(action())
+    except OmniError as problem:
+        error = problem
+    errors: list[OmniError | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)
+    failed = {rank: other for rank, other in enumerate(errors) if other is not None}
+    if not failed:
+        return result[0]
+    first, message = next(iter(failed.items()))
+    if error is not None:
+        error.is_shared = len(failed) == len(errors) and len({str(other) for other in failed.values()}) == 1
+        raise error
+    raise RankError(
+        f"rank {first} cannot go on: {what}: {message.what}", where=message.where, fix=message.fix
+    )
+
+
+def raise_together(
+    message: str, *, what: str, groups: RankGroups, fix: str = "see the message of the rank named first"
+) -> NoReturn:
     """Raise one error on all ranks with the messages of those that have one; all must call it.
 
     Raises:
@@ -183,11 +217,9 @@ def raise_together(message: str, *, what: str, groups: RankGroups) -> NoReturn:
     dist.all_gather_object(messages, message)
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
     more = f"; and {len(lines) - 8} more ranks" if len(lines) > 8 else ""
-    raise RankError(
-        f"{what}: {'; '.join(lines[:8]) or 'no rank knows why'}{more}",
-        where=f"seen by rank {groups.rank}",
-        fix="look at the data of the rank named first; a lower learning rate helps against values that grow",
-    )
+    error = RankError(f"{what}: {'; '.join(lines[:8]) or 'no rank knows why'}{more}", fix=fix)
+    error.is_shared = True
+    raise error
 
 
 def sample_ids(plan: StepPlan) -> list[SampleId]:
@@ -217,11 +249,13 @@ def _same(words: Sequence[_Word], ranks: Iterable[int], value_of: Callable[[_Wor
     others = [rank for rank, value in values.items() if value != usual]
     shown = ", ".join(f"rank {rank} has {_text(values[rank])}" for rank in others[:8])
     more = f" and {len(others) - 8} more" if len(others) > 8 else ""
-    raise StateMismatchError(
+    error = StateMismatchError(
         f"ranks disagree on the {name}: {shown}{more}; the others have {_text(usual)}",
         where=f"start of step {words[0].step}",
         fix="start all ranks with the same code, run file, flags and data; if they are the same, report this",
     )
+    error.is_shared = True
+    raise error
 
 
 def _text(value: int) -> str:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import FrameType, TracebackType
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
@@ -65,6 +65,17 @@ class LoopSettings:
     checkpoint: CheckpointConfig
 
 
+EndReason = Literal["steps", "data", "signal"]
+
+
+@dataclass(frozen=True)
+class TrainEnd:
+    """How far ``train`` has come, and why it ended: all steps done, no data left, or a signal."""
+
+    progress: Progress
+    reason: EndReason
+
+
 def train(
     learner: Learner,
     loader: BatchLoader,
@@ -75,7 +86,7 @@ def train(
     merge_states: MergeStates,
     progress: Progress | None = None,
     after_step: Callable[[int], None] | None = None,
-) -> Progress:
+) -> TrainEnd:
     """Train until ``num_steps``, the end of the data, or a signal; a collective of all ranks.
 
     SIGTERM or SIGUSR1 to any rank ends the run on all of them after the next step. However it ends, the last
@@ -92,7 +103,7 @@ def train(
         after_step: Called on all ranks after each step with the number of steps done, e.g. to evaluate.
 
     Returns:
-        How far the run has come.
+        How far the run has come, and why it ended.
 
     Raises:
         OmniError: A step, the loader of any rank, or a checkpoint failed; raised on all ranks.
@@ -101,6 +112,7 @@ def train(
     recorder = StepRecorder(metrics, sources=settings.sources, seq_len=settings.seq_len, groups=groups)
     saver = _Saver(checkpointer, settings.checkpoint, merge_states=merge_states, groups=groups)
     progress = progress or Progress()
+    reason: EndReason = "steps"
     batches = iter(loader)
     with StopSignals() as signals:
         while progress.num_steps < settings.num_steps:
@@ -111,6 +123,7 @@ def train(
             result = train_step(learner, batch, step=progress.num_steps, requests=requests, problem=problem)
             if result.ended:
                 logger.info("the data has ended after %s steps", progress.num_steps)
+                reason = "data"
                 break
             progress = _advanced(progress, result)
             saver.see(batch)
@@ -122,9 +135,12 @@ def train(
                 saver.save(progress)
             if result.requests.stop:
                 logger.warning("stopping after %s steps: a signal asked for it", progress.num_steps)
+                reason = "signal"
                 break
+            if result.skipped:
+                logger.warning("step %s has no label to train on and was skipped", result.step)
         saver.save_last(progress)
-    return progress
+    return TrainEnd(progress, reason)
 
 
 class StopSignals:
@@ -209,8 +225,7 @@ def _next_batch(batches: Iterator[Batch]) -> tuple[Batch | None, str]:
     try:
         return next(batches, None), ""
     except OmniError as error:
-        logger.error("the loader failed: %s", error)
-        return None, str(error)
+        return None, "; ".join(part for part in (error.what, error.where, error.fix) if part)
 
 
 def _advanced(progress: Progress, result: StepResult) -> Progress:

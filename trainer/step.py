@@ -265,7 +265,8 @@ def _gather_and_check(
         # A bad gradient without a bad loss cannot be told apart by rank: gradients are already summed.
         suspects = own.tolist()[1:] if not math.isfinite(loss_sum) else [math.nan] * len(loss_sums)
         what = f"step {step}: loss sum is {loss_sum}, squared gradient norm is {grad_square}"
-        raise_together(_not_finite(suspects, batch), what=what, groups=groups)
+        fix = "look at the data of the rank named first; a lower learning rate helps against values that grow"
+        raise_together(_not_finite(suspects, batch), what=what, groups=groups, fix=fix)
     return loss_sum, math.sqrt(grad_square)
 
 

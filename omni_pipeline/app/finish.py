@@ -28,6 +28,8 @@ def report_of(run_dir: Path, *, out: Path | None = None) -> Path:
         raise ConfigError(
             f"there is no folder {run_dir}", fix="give the run.dir of a run that has trained a step"
         )
+    if out is not None and out.is_dir():
+        raise ConfigError(f"{out} is a folder", fix="name the page to write, e.g. report.html")
     run = RunDir(run_dir)
     gallery = read_gallery(run.gallery_path) if run.gallery_path.exists() else []
     return write_report(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from types import FrameType, TracebackType
 
 from omni_pipeline.core.errors import RankError
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 10.0
 POLL_S = 0.1
@@ -39,11 +42,12 @@ class RankProcesses:
         port = _free_port()
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "omni_pipeline", *arguments],
+                # -P: a folder `trainer` or a file `random.py` where the user stands must not be imported.
+                [sys.executable, "-P", "-m", "omni_pipeline", *arguments],
                 env=_rank_environment(rank, num_ranks=num_ranks, port=port, threads=threads),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if quiet else None,
-                preexec_fn=_die_with_parent,
+                preexec_fn=_begin_as_child,
             )
             for rank in range(num_ranks)
         ]
@@ -65,15 +69,34 @@ class RankProcesses:
         codes = [process.poll() for process in self.processes]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0)]
         if failed:
-            self._let_others_report()
-            raise _rank_error(self.processes, failed[0])
+            stuck = self._let_others_report()
+            raise _rank_error(self.processes, failed[0], stuck)
         return all(code == 0 for code in codes)
 
     def wait(self) -> None:
-        """Block until all ranks have ended well; raises as ``poll`` does."""
+        """Block until all ranks have ended well; raises as ``poll`` does.
+
+        The first Ctrl-C asks all ranks for a checkpoint and an end, the second ends them at once.
+
+        Raises:
+            RankError: As ``poll``.
+            KeyboardInterrupt: After Ctrl-C, when all have ended.
+        """
+        interrupted = False
         with self._forwarded_signals():
-            while not self.poll():
-                time.sleep(POLL_S)
+            while True:
+                try:
+                    if self.poll():
+                        break
+                    time.sleep(POLL_S)
+                except KeyboardInterrupt:
+                    if interrupted:
+                        raise
+                    interrupted = True
+                    logger.warning("Ctrl-C: saving a checkpoint; press it again to end at once")
+                    self._signal(signal.SIGTERM)
+        if interrupted:
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         """End all ranks that still run; waits for them."""
@@ -88,23 +111,28 @@ class RankProcesses:
                 process.kill()
                 process.wait()
 
-    def _let_others_report(self) -> None:
+    def _signal(self, number: int) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _let_others_report(self) -> list[int]:
+        """Wait a little for the other ranks to end by themselves; return those that had to be killed."""
         deadline = time.monotonic() + GRACE_S
         while time.monotonic() < deadline and any(process.poll() is None for process in self.processes):
             time.sleep(POLL_S)
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        stuck = [rank for rank, process in enumerate(self.processes) if process.poll() is None]
+        for rank in stuck:
+            self.processes[rank].kill()
+            self.processes[rank].wait()
+        return stuck
 
     @contextlib.contextmanager
     def _forwarded_signals(self) -> Iterator[None]:
         """SIGTERM and SIGUSR1 of the launcher reach every rank: they checkpoint and stop."""
 
         def forward(number: int, frame: FrameType | None) -> None:
-            for process in self.processes:
-                if process.poll() is None:
-                    process.send_signal(number)
+            self._signal(number)
 
         previous = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGUSR1)}
         try:
@@ -114,21 +142,29 @@ class RankProcesses:
                 signal.signal(number, handler)
 
 
-def _rank_error(processes: Sequence[subprocess.Popen[bytes]], first: int) -> RankError:
-    """The error for a failed run. A rank that was killed is the cause; those that noticed are not."""
-    codes = {rank: process.returncode for rank, process in enumerate(processes)}
+def _rank_error(processes: Sequence[subprocess.Popen[bytes]], first: int, stuck: list[int]) -> RankError:
+    """The error for a failed run. A rank that was killed is the cause; those that noticed are not.
+
+    Args:
+        processes: All ranks, ended.
+        first: The first that was seen to fail.
+        stuck: Ranks that did not end by themselves.
+    """
+    codes = {rank: process.returncode for rank, process in enumerate(processes) if rank not in stuck}
     killed = [rank for rank, code in codes.items() if code < 0 and code != -signal.SIGTERM]
     rank = first if not killed or first in killed else killed[0]
     code = codes[rank]
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    waited = f"; ranks {stuck} did not notice within {GRACE_S:.0f} s and were killed" if stuck else ""
     error = RankError(
-        f"rank {rank} {how}; the run stopped on all {len(processes)} ranks",
+        f"rank {rank} {how}; the run stopped on all {len(processes)} ranks{waited}",
         where="its message is above" if code > 0 else f"process {processes[rank].pid}",
-        fix="start the same command again: it continues from the latest complete checkpoint",
+        fix="mend what the message above names"
+        if code > 0
+        else "start the same command again: it continues from the latest complete checkpoint",
     )
     if code == 2:
         error.exit_code = 2
-        error.fix = "mend the setting named above"
     return error
 
 
@@ -152,7 +188,8 @@ def _free_port() -> int:
     return port
 
 
-def _die_with_parent() -> None:
-    """Runs in the child before exec: SIGTERM when the launcher dies, whatever kills it."""
+def _begin_as_child() -> None:
+    """Runs in the child before exec: SIGTERM when the launcher dies, and no Ctrl-C but through it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -11,7 +11,6 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,10 +18,17 @@ import torch
 import torch.distributed as dist
 
 from loaders.loader import OmniLoader, merge_states
+from omni_pipeline.app.environment import Environment
 from omni_pipeline.app.finish import keep_gallery, report_of
 from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.run_dir import Event, RunDir
-from omni_pipeline.app.sinks import ConsoleMetrics, JsonlMetrics, MultiMetrics, configure_logging
+from omni_pipeline.app.sinks import (
+    ConsoleMetrics,
+    JsonlMetrics,
+    MultiMetrics,
+    configure_logging,
+    has_evaluation,
+)
 from omni_pipeline.app.wire import (
     Stream,
     build_loader,
@@ -33,12 +39,11 @@ from omni_pipeline.app.wire import (
     training_stream,
 )
 from omni_pipeline.core.batch import Batch
-from omni_pipeline.core.errors import OmniError, RankError
+from omni_pipeline.core.errors import DataError, OmniError, RankError, StateMismatchError
 from omni_pipeline.core.metrics import Metrics
 from omni_pipeline.core.plan import StepPlan
-from omni_pipeline.core.topology import Topology
-from trainer.agreement import compare_settings
-from trainer.checkpoint import Checkpointer, Progress, latest
+from trainer.agreement import all_or_none, compare_settings
+from trainer.checkpoint import Checkpointer, Progress, is_complete, latest
 from trainer.colocation import colocate
 from trainer.evaluation import evaluate
 from trainer.loop import LoopSettings, train
@@ -52,69 +57,50 @@ logger = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=10)
 
 
-@dataclass(frozen=True)
-class Environment:
-    """What torchrun (or ``app.launch``) tells a rank."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-    @classmethod
-    def read(cls) -> Environment:
-        """Read the environment variables of torchrun."""
-        world_size = int(os.environ["WORLD_SIZE"])
-        return cls(
-            rank=int(os.environ["RANK"]),
-            world_size=world_size,
-            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
-        )
-
-
-def run_rank(config: RunConfig) -> None:
+def run_rank(config: RunConfig, place: Environment) -> None:
     """Be one rank of the run; returns when the run is done, else ends the process with an exit code."""
-    place = Environment.read()
     configure_logging(place.rank)
     try:
         _run(config, place)
     except OmniError as error:
-        _fail(error)
+        _fail(error, place)
     except RuntimeError as error:
         if not _is_lost_peer(error):
             raise
-        _fail(RankError("another rank left the run", where=str(error).splitlines()[0][:200]))
+        logger.debug("lost a peer", exc_info=True)
+        _fail(RankError("another rank left the run", where=str(error).splitlines()[0][:200]), place)
 
 
-def _fail(error: OmniError) -> NoReturn:
-    """Tell what happened and end at once: waiting for ranks that are gone would hang the exit."""
-    logger.error("%s: %s", type(error).__name__, error)
+def _fail(error: OmniError, place: Environment) -> NoReturn:
+    """Tell what happened and end at once: waiting for ranks that are gone would hang the exit.
+
+    What all ranks know alike is told once per machine.
+    """
+    if place.local_rank == 0 or not error.is_shared:
+        logger.error("%s: %s", type(error).__name__, error)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(error.exit_code)
 
 
 def _is_lost_peer(error: RuntimeError) -> bool:
-    """gloo and NCCL tell by text only that a connection has gone."""
+    """gloo tells by text only that a connection has gone."""
     text = str(error).lower()
     return isinstance(error, dist.DistError) or any(
-        sign in text
-        for sign in ("connection closed by peer", "connection reset", "gloo", "nccl", "broken pipe")
+        sign in text for sign in ("connection closed by peer", "connection reset", "broken pipe", "timed out")
     )
 
 
 def _run(config: RunConfig, place: Environment) -> None:
-    topology = build_topology(config, world_size=place.world_size, ranks_per_node=place.local_world_size)
-    tokenizer = build_tokenizer(config)
-    stream = training_stream(config, tokenizer)
     device = pick_device(place.local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # Before anything that can fail on one rank alone: from here on each can tell the others.
     dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
     compare_settings(section_digests(config))
-    run = _Run(config, topology=topology, rank=place.rank, device=device, eos=tokenizer.special.eos)
-    run.train(stream)
+    run = all_or_none(lambda: _Run(config, place=place, device=device), what="it cannot start")
+    run.prepare_model()
+    run.train()
     dist.barrier()
     if place.rank == 0:
         logger.info("report: %s", report_of(run.folder.path))
@@ -122,22 +108,33 @@ def _run(config: RunConfig, place: Environment) -> None:
 
 
 class _Run:
-    """The parts of a run on one rank."""
+    """The parts of a run on one rank. Made without collectives, so that it may fail on one rank alone."""
 
-    def __init__(
-        self, config: RunConfig, *, topology: Topology, rank: int, device: torch.device, eos: int
-    ) -> None:
+    def __init__(self, config: RunConfig, *, place: Environment, device: torch.device) -> None:
         self.config = config
-        self.topology = topology
-        self.rank = rank
-        self.eos = eos
-        self.folder = RunDir(config.run.dir)
+        self.rank = place.rank
+        self.device = device
+        self.topology = build_topology(
+            config, world_size=place.world_size, ranks_per_node=place.local_world_size
+        )
+        self.tokenizer = build_tokenizer(config)
+        self.stream = training_stream(config, self.tokenizer)
+        self.held_out = {
+            source.name: held_out_stream(config, source, self.tokenizer)
+            for source in config.evaluation.sources
+        }
+        self.folder = RunDir(config.run.dir).make()
         self.digests = section_digests(config)
-        groups = make_rank_groups(topology, device=device)
+        self.jsonl = JsonlMetrics(self.folder.metrics_path) if self.rank == 0 else None
+        self.last_plan: StepPlan | None = None
+
+    def prepare_model(self) -> None:
+        """Build and shard the model and its optimizer; a collective of all ranks."""
+        config = self.config
         parts = {"llm": config.llm, **{name: config.encoder(name) for name in ("vision", "audio")}}
         self.model = colocate(
             build_model(config.model, device="meta"),
-            groups=groups,
+            groups=make_rank_groups(self.topology, device=self.device),
             parallel={name: part.parallel for name, part in parts.items()},
             precision=config.run.precision,
             seed=config.run.seed,
@@ -158,25 +155,22 @@ class _Run:
             keep=config.checkpoint.keep,
             identity={"model": config.model.model_dump(mode="json")},
         )
-        self.jsonl = None if rank else JsonlMetrics(self.folder.metrics_path)
-        self.last_plan: StepPlan | None = None
 
-    def train(self, stream: Stream) -> None:
+    def train(self) -> None:
         """Resume, train to the end, evaluate; a collective of all ranks."""
         config = self.config
         metrics = self._metrics()
-        loader = self._loader(stream)
-        with loader:
+        with self._loader(self.stream) as loader:
             progress = self._resume(loader)
             if self.rank == 0:
                 self.folder.write_settings(config.model_dump(mode="json"))
-            progress = train(
+            end = train(
                 self.learner,
                 self._remembering(loader),
                 settings=LoopSettings(
                     num_steps=config.run.steps,
                     seq_len=config.order.seq_len,
-                    sources=tuple(source.name for source in stream.sources),
+                    sources=tuple(source.name for source in self.stream.sources),
                     checkpoint=config.checkpoint,
                 ),
                 metrics=metrics,
@@ -185,8 +179,10 @@ class _Run:
                 progress=progress,
                 after_step=lambda num_steps: self._after_step(num_steps, metrics),
             )
-        if progress.num_steps >= config.run.steps and self.last_plan is not None:
-            self._evaluate(metrics, step=progress.num_steps - 1)
+        if not end.progress.num_steps:
+            raise DataError("the data ended before the first step", fix="add data, or raise order.epochs")
+        if end.reason != "signal" and not self._is_evaluated(end.progress.num_steps - 1):
+            self._evaluate(metrics, step=end.progress.num_steps - 1)
         metrics.close()
         if self.rank == 0 and self.last_plan is not None:
             keep_gallery(self.folder, self.last_plan, max_packs=config.run.gallery_packs)
@@ -207,16 +203,42 @@ class _Run:
         )
 
     def _resume(self, loader: OmniLoader) -> Progress:
-        path = latest(self.checkpointer.folder)
+        path = self._agreed_checkpoint()
         if path is None:
             return Progress()
-        restored = self.checkpointer.load(path)
-        loader.load_state_dict(restored.loader_state)
+        restored = all_or_none(lambda: self.checkpointer.load(path), what=f"it cannot load {path}")
+        all_or_none(lambda: loader.load_state_dict(restored.loader_state), what=f"it cannot use {path}")
         if self.rank == 0:
             step = restored.progress.num_steps
             self.folder.add_event(Event(step=step, text=f"resumed at step {step}"))
             logger.info("resumed from %s", path)
         return restored.progress
+
+    def _agreed_checkpoint(self) -> Path | None:
+        """Return the latest complete checkpoint that rank 0 sees, once every rank sees it too."""
+        choice = [latest(self.checkpointer.folder) if self.rank == 0 else None]
+        dist.broadcast_object_list(choice, src=0)
+        path = choice[0]
+        if path is None:
+            return None
+
+        def check() -> None:
+            if not is_complete(path):
+                raise StateMismatchError(
+                    f"rank {self.rank} does not see the checkpoint {path} that rank 0 resumes from",
+                    fix="put run.dir on storage that all ranks share",
+                )
+
+        all_or_none(check, what="it cannot resume")
+        return path
+
+    def _is_evaluated(self, step: int) -> bool:
+        """Return whether an earlier start of this run has evaluated after ``step``; equal on all ranks."""
+        answer = [False]
+        if self.rank == 0:
+            answer = [has_evaluation(self.folder.metrics_path, step, sets=list(self.held_out))]
+        dist.broadcast_object_list(answer, src=0)
+        return answer[0]
 
     def _remembering(self, loader: OmniLoader) -> Iterator[Batch]:
         """Pass batches on; keeps the last plan with samples for the gallery."""
@@ -234,18 +256,16 @@ class _Run:
 
     def _evaluate(self, metrics: Metrics, *, step: int) -> None:
         """Run every held-out source once, forward only, and record its loss and accuracy."""
-        for source in self.config.evaluation.sources:
-            stream = held_out_stream(self.config, source, build_tokenizer(self.config))
-            quarantine = self.folder.path / f"quarantine-{source.name}.jsonl"
-            with self._loader(stream, quarantine=quarantine) as loader:
+        for name, stream in self.held_out.items():
+            with self._loader(stream, quarantine=self.folder.quarantine_of(name)) as loader:
                 sums = evaluate(
                     self.model,
                     loader,
-                    sources=[source.name],
-                    eos=self.eos,
+                    sources=[name],
+                    eos=self.tokenizer.special.eos,
                     settings=self.digests,
-                )[source.name]
+                )[name]
             if self.rank == 0:
-                metrics.record(f"evaluation/{source.name}/loss", sums.loss, step)
-                metrics.record(f"evaluation/{source.name}/accuracy", sums.accuracy, step)
-                logger.info("held-out %s: loss %.4f, accuracy %.4f", source.name, sums.loss, sums.accuracy)
+                metrics.record(f"evaluation/{name}/loss", sums.loss, step)
+                metrics.record(f"evaluation/{name}/accuracy", sums.accuracy, step)
+                logger.info("held-out %s: loss %.4f, accuracy %.4f", name, sums.loss, sums.accuracy)

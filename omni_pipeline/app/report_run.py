@@ -12,11 +12,10 @@ import numpy.typing as npt
 
 from loaders.quarantine import QuarantineRecord, read_quarantine
 from omni_pipeline.app.report_charts import Mark
-from omni_pipeline.app.run_dir import Event
-from omni_pipeline.app.sinks import METRICS_FILE, Attempt, MetricValues, merge_attempts, read_attempts
+from omni_pipeline.app.run_dir import Event, RunDir
+from omni_pipeline.app.sinks import Attempt, MetricValues, merge_attempts, read_attempts
 from omni_pipeline.core.errors import ConfigError
 
-QUARANTINE_FILE = "quarantine.jsonl"
 NO_VALUES: MetricValues = (np.empty(0, dtype=np.int64), np.empty(0))
 
 
@@ -78,13 +77,12 @@ def load_run(run_dir: Path) -> RunData:
     fix = "give the run.dir of a run that has trained a step"
     if not run_dir.is_dir():
         raise ConfigError(f"there is no folder {run_dir}", fix=fix)
-    path = run_dir / METRICS_FILE
+    run = RunDir(run_dir)
+    path = run.metrics_path
     attempts = read_attempts(path) if path.exists() else []
     if not attempts:
         raise ConfigError(f"{run_dir} has no metrics to report", where=str(path), fix=fix)
-    records = {
-        (record.sample_id, record.member): record for record in read_quarantine(run_dir / QUARANTINE_FILE)
-    }
+    records = {(record.sample_id, record.member): record for record in read_quarantine(run.quarantine_path)}
     return RunData(
         name=run_dir.resolve().name,
         attempts=tuple(attempts),

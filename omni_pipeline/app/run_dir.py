@@ -13,21 +13,36 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from omni_pipeline.core.errors import ConfigError
+
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run at a step: started, killed, resumed, stopped."""
+    """Something that happened to a run at a step, in words: that a rank was killed, that it resumed."""
 
     step: int
     text: str
 
 
 class RunDir:
-    """The folder of a run; made when missing."""
+    """The folder of a run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        path.mkdir(parents=True, exist_ok=True)
+
+    def make(self) -> RunDir:
+        """Make the folder unless it is there, and return this object.
+
+        Raises:
+            ConfigError: It cannot be made, or is something else.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder {self.path}: {error.strerror}", fix="give another run.dir"
+            ) from error
+        return self
 
     @property
     def metrics_path(self) -> Path:
@@ -39,10 +54,9 @@ class RunDir:
         """JSONL of bad samples."""
         return self.path / "quarantine.jsonl"
 
-    @property
-    def settings_path(self) -> Path:
-        """The resolved settings."""
-        return self.path / "settings.json"
+    def quarantine_of(self, held_out: str) -> Path:
+        """JSONL of bad samples of one held-out source."""
+        return self.path / f"quarantine-{held_out}.jsonl"
 
     @property
     def gallery_path(self) -> Path:
@@ -63,17 +77,9 @@ class RunDir:
         return [Event(step=int(line["step"]), text=str(line["text"])) for line in self._lines("events.jsonl")]
 
     def last_step(self) -> int:
-        """Return the last step with metrics, -1 if none."""
-        lines = self._lines("metrics.jsonl")
+        """Return the last step with metrics, -1 if none; cheap enough to ask again and again."""
+        lines = self._lines(self.metrics_path.name)
         return int(lines[-1]["step"]) if lines else -1
-
-    def replayed_losses(self) -> dict[int, tuple[float, float]]:
-        """Return, for every step that was done twice, its loss the first and the last time."""
-        seen: dict[int, list[float]] = {}
-        for line in self._lines("metrics.jsonl"):
-            if "trainer/loss" in line:
-                seen.setdefault(int(line["step"]), []).append(float(line["trainer/loss"]))
-        return {step: (losses[0], losses[-1]) for step, losses in seen.items() if len(losses) > 1}
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Keep the closing numbers of the run for its report."""
@@ -100,7 +106,10 @@ class RunDir:
     def _lines(self, name: str) -> list[dict[str, Any]]:
         """Whole lines only: a run may be writing, or may have been killed while it wrote."""
         path = self.path / name
-        if not path.exists():
-            return []
-        lines = path.read_text(encoding="utf-8").split("\n")[:-1]
-        return [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+        found = []
+        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return [item for item in found if isinstance(item, dict) and "step" in item]

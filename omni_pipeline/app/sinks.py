@@ -27,8 +27,6 @@ from rich.text import Text
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.metrics import Metrics
 
-METRICS_FILE = "metrics.jsonl"
-
 MetricValues = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 
 _HANDLER_NAME = "omni"
@@ -168,6 +166,13 @@ def read_metrics(path: Path) -> dict[str, MetricValues]:
         ConfigError: There is no such file.
     """
     return merge_attempts(read_attempts(path))
+
+
+def has_evaluation(path: Path, step: int, *, sets: Sequence[str]) -> bool:
+    """Return whether the file has an evaluation of every one of ``sets`` recorded at ``step``."""
+    metrics = read_metrics(path) if path.exists() else {}
+    found = [metrics.get(f"evaluation/{name}/loss") for name in sets]
+    return all(series is not None and step in series[0] for series in found)
 
 
 class MultiMetrics:

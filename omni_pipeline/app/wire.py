@@ -22,6 +22,7 @@ from loaders.order import Order, OrderConfig
 from loaders.source import Source, SourceConfig, open_source
 from loaders.step import Place
 from omni_pipeline.app.run_config import ENCODERS, RunConfig
+from omni_pipeline.app.run_dir import RunDir
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
@@ -31,8 +32,8 @@ if TYPE_CHECKING:
     from loaders.loader import OmniLoader
 
 ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
-# Sections that may differ between ranks: what they say changes no sample and no number.
-LOCAL_SECTIONS = ("loader",)
+# Settings that may differ between ranks: they change no sample and no number.
+LOCAL_SETTINGS = {"loader": ("num_workers", "deadline_s", "prefetch_steps", "prefetch_bytes")}
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,7 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
     Raises:
         ConfigError: As the functions above.
     """
+    RunDir(config.run.dir).make()
     topology = build_topology(config, world_size=world_size, ranks_per_node=world_size)
     tokenizer = build_tokenizer(config)
     build_planner(config, topology)
@@ -187,10 +189,11 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
 def section_digests(config: RunConfig) -> dict[str, str]:
     """Return a digest of every section that must be equal on all ranks, by name."""
     data = config.model_dump(mode="json")
+    for name, local in LOCAL_SETTINGS.items():
+        data[name] = {key: value for key, value in data[name].items() if key not in local}
     return {
         name: hashlib.blake2b(json.dumps(section, sort_keys=True).encode(), digest_size=8).hexdigest()
         for name, section in data.items()
-        if name not in LOCAL_SECTIONS
     }
 
 

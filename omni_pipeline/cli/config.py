@@ -8,14 +8,14 @@ from typing import Any
 
 import click
 
-from omni_pipeline.core.config import merge_flags, read_toml, validate
+from omni_pipeline.core.config import assignments, merge_flags, read_toml, validate
 
 
 @click.group()
 def command() -> None:
     """Show the settings of a run.
 
-    Example: omni config show examples/run.toml
+    Example: omni config show examples/own_media/run.toml
     """
 
 
@@ -26,9 +26,10 @@ def command() -> None:
 def show(run_file: Path, as_json: bool, flags: tuple[str, ...]) -> None:
     """Print every setting of RUN_FILE with FLAGS applied, and whether it is from a flag, the file or default.
 
-    Example: omni config show examples/run.toml --optimizer.lr 1e-4
+    Example: omni config show examples/own_media/run.toml --optimizer.lr 1e-4
     """
     from omni_pipeline.app.run_config import RunConfig
+    from trainer.config import parameter_counts
 
     data = read_toml(run_file)
     config = validate(RunConfig, merge_flags(data, flags), where=str(run_file))
@@ -36,10 +37,18 @@ def show(run_file: Path, as_json: bool, flags: tuple[str, ...]) -> None:
     if as_json:
         click.echo(json.dumps(config.model_dump(mode="json")))
         return
-    in_file, in_flags = _flat(data), _flat(merge_flags({}, [flag for flag in flags if ".0." not in flag]))
+    in_file, in_flags = set(_flat(data)), {name for name, _ in assignments(flags)}
     for name, value in resolved.items():
-        origin = "flag" if name in in_flags else "file" if name in in_file else "default"
+        origin = "flag" if _is_within(name, in_flags) else "file" if _is_within(name, in_file) else "default"
         click.echo(f"{name} = {json.dumps(value)}  # {origin}")
+    for name, count in parameter_counts(config.model).items():
+        click.echo(f"# parameters of {name}: {count:,}")
+
+
+def _is_within(name: str, given: set[str]) -> bool:
+    """Return whether ``name`` or a table that holds it was given."""
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in given for length in range(1, len(parts) + 1))
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

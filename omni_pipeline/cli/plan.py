@@ -46,24 +46,19 @@ def _print(explained: ExplainedStep) -> None:
     console = Console()
     console.print(
         f"step {plan.step}, group {plan.group}: {len(plan.packs)} packs, {plan.num_tokens} tokens,"
-        f" {len(plan.media)} media segments, {plan.num_microbatches} microbatches, digest {plan.digest:016x}"
+        f" {len(plan.media)} media segments, {plan.num_microbatches} microbatches, digest {plan.digest:016x}",
+        soft_wrap=True,
     )
-    packs = Table(title="packs", title_justify="left")
-    for name in (
-        "microbatch",
-        "replica",
-        "lane",
-        "pack",
-        "samples",
-        "tokens",
-        "fill",
-        "LLM ms",
-        "encoder ms",
-    ):
-        packs.add_column(name, justify="right")
+    packs = Table(title="packs (lane:number)", title_justify="left")
+    for name in ("replica", "microbatch", "pack", "samples", "tokens", "fill", "LLM ms", "encoder ms"):
+        packs.add_column(name, justify="right", no_wrap=True)
     for row in explained.packs:
         packs.add_row(
-            *map(str, (row.microbatch, row.replica, row.lane, row.number, row.num_samples, row.num_tokens)),
+            str(row.replica),
+            str(row.microbatch),
+            f"{row.lane}:{row.number}" if row.lane >= 0 else "-",
+            str(row.num_samples),
+            str(row.num_tokens),
             f"{row.fill:.3f}",
             f"{1e3 * row.llm_s:.3g}",
             f"{1e3 * row.encoder_s:.3g}",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import click
@@ -20,21 +19,25 @@ def command(run_file: Path, nproc: int | None, flags: tuple[str, ...]) -> None:
     """Train as RUN_FILE (TOML) says; continues from the latest complete checkpoint in run.dir.
 
     FLAGS are assignments into the file: --optimizer.lr 1e-4 --sources.0.weight 2. Under torchrun this is one
-    rank; otherwise --nproc ranks are started here.
+    rank; otherwise --nproc ranks are started here. Relative paths in the file start where you stand.
 
-    Example: omni train examples/run.toml --nproc 2 --run.steps 100
+    SIGTERM, SIGUSR1 and Ctrl-C write a checkpoint, then end the run (exit 0; 130 for Ctrl-C).
+
+    Example: omni train examples/own_media/run.toml --nproc 2 --run.steps 100
     """
+    from omni_pipeline.app.environment import Environment
     from omni_pipeline.app.run_config import RunConfig
 
     config = load_config(RunConfig, run_file, flags)
-    if "WORLD_SIZE" in os.environ:
-        if nproc is not None and nproc != int(os.environ["WORLD_SIZE"]):
+    place = Environment.read()
+    if place is not None:
+        if nproc is not None and nproc != place.world_size:
             raise click.UsageError(
-                f"--nproc {nproc} under torchrun with WORLD_SIZE {os.environ['WORLD_SIZE']}"
+                f"--nproc {nproc}, but this is one of {place.world_size} ranks (WORLD_SIZE)"
             )
         from omni_pipeline.app.rank import run_rank  # imports torch
 
-        run_rank(config)
+        run_rank(config, place)
         return
     from omni_pipeline.app.launch import RankProcesses
     from omni_pipeline.app.wire import check_run

@@ -54,9 +54,28 @@ def merge_flags(data: dict[str, Any], flags: Sequence[str]) -> dict[str, Any]:
         ConfigError: A flag without a name or value, or one that reaches into something that is no table.
     """
     merged: dict[str, Any] = _copy(data)
-    for name, text in _assignments(flags):
+    for name, text in assignments(flags):
         _assign(merged, name, _parse_value(text))
     return merged
+
+
+def assignments(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, value as text) of each flag.
+
+    Raises:
+        ConfigError: A flag without a name or value.
+    """
+    rest = list(flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or len(flag) == 2:
+            raise ConfigError(f"unexpected argument {flag!r}", fix="write settings as --section.key value")
+        name, equals, text = flag[2:].partition("=")
+        if not equals:
+            if not rest:
+                raise ConfigError(f"flag --{name} has no value", fix=f"write --{name} VALUE")
+            text = rest.pop(0)
+        yield name, text
 
 
 def validate(model: type[ModelT], data: dict[str, Any], *, where: str) -> ModelT:
@@ -79,20 +98,6 @@ def _copy(value: Any) -> Any:
     if isinstance(value, list):
         return [_copy(item) for item in value]
     return value
-
-
-def _assignments(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
-    rest = list(flags)
-    while rest:
-        flag = rest.pop(0)
-        if not flag.startswith("--") or len(flag) == 2:
-            raise ConfigError(f"unexpected argument {flag!r}", fix="write settings as --section.key value")
-        name, equals, text = flag[2:].partition("=")
-        if not equals:
-            if not rest:
-                raise ConfigError(f"flag --{name} has no value", fix=f"write --{name} VALUE")
-            text = rest.pop(0)
-        yield name, text
 
 
 def _parse_value(text: str) -> Any:

@@ -30,6 +30,8 @@ class OmniError(Exception):
     """
 
     exit_code = 1
+    # Raised alike on every rank, so that one rank of a machine is enough to tell it.
+    is_shared = False
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(what)

@@ -37,10 +37,30 @@ def check_head(state: Mapping[str, Any], *, version: int, identity: Mapping[str,
             fix="resume with the program that wrote it, or start a new run.dir",
         )
     saved = state.get("identity", {})
-    for name in sorted(set(saved) | set(identity)):
-        if saved.get(name) != identity.get(name):
-            raise StateMismatchError(
-                f"setting {name!r} was {saved.get(name)!r} when saved, is {identity.get(name)!r} here",
-                where=where,
-                fix="put the setting back, or start a new run.dir: it changes the order of samples",
-            )
+    difference = _first_difference(saved, identity)
+    if difference is not None:
+        name, old, new = difference
+        raise StateMismatchError(
+            f"{name!r} was {_shown(old)} when saved, is {_shown(new)} here",
+            where=where,
+            fix="put it back, or start a new run.dir",
+        )
+
+
+def _first_difference(saved: Any, here: Any, name: str = "") -> tuple[str, Any, Any] | None:
+    """Return (dotted name, saved, here) of the first leaf that differs."""
+    if saved == here:
+        return None
+    if not (isinstance(saved, Mapping) and isinstance(here, Mapping)):
+        return name, saved, here
+    for key in sorted({*saved, *here}):
+        place = f"{name}.{key}" if name else str(key)
+        found = _first_difference(saved.get(key), here.get(key), place)
+        if found is not None:
+            return found
+    return name, saved, here
+
+
+def _shown(value: Any) -> str:
+    text = "not set" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -8,8 +8,11 @@ from omni_pipeline.core.state import check_head
 def test_a_state_of_another_run_is_refused_with_both_values() -> None:
     state = {"version": 1, "identity": {"seed": 1, "lanes": 8}}
     check_head(state, version=1, identity={"seed": 1, "lanes": 8}, where="x")
-    with pytest.raises(StateMismatchError, match="setting 'lanes' was 8 when saved, is 4"):
+    with pytest.raises(StateMismatchError, match="'lanes' was 8 when saved, is 4"):
         check_head(state, version=1, identity={"seed": 1, "lanes": 4}, where="x")
+    nested = {"version": 1, "identity": {"model": {"llm": {"layers": 2, "width": 64}}}}
+    with pytest.raises(StateMismatchError, match=r"'model.llm.layers' was 2 when saved, is not set here"):
+        check_head(nested, version=1, identity={"model": {"llm": {"width": 64}}}, where="x")
     with pytest.raises(StateMismatchError, match="version 1, this program reads 2"):
         check_head(state, version=2, identity={"seed": 1, "lanes": 8}, where="x")
 

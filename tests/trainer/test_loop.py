@@ -127,7 +127,7 @@ def _run(
         merge_states=_merge,
         progress=progress,
     )
-    return done, metrics.values
+    return done.progress, metrics.values
 
 
 def _unbroken(rank: int, folder: Path) -> tuple[Progress, dict[str, dict[int, float]]]:

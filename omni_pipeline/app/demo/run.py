@@ -25,8 +25,9 @@ from omni_pipeline.app.demo.generate import DemoMedia, generate_media
 from omni_pipeline.app.demo.run_file import write_run_file
 from omni_pipeline.app.finish import report_of
 from omni_pipeline.app.launch import RankProcesses
+from omni_pipeline.app.report_run import replays_of
 from omni_pipeline.app.run_dir import Event, RunDir
-from omni_pipeline.app.sinks import read_metrics
+from omni_pipeline.app.sinks import read_attempts, read_metrics
 from omni_pipeline.core.errors import ConfigError, OmniError, RankError
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,7 @@ def run_demo(settings: DemoSettings) -> dict[str, Any]:
 def _make_room(out: Path) -> None:
     """Remove an earlier demo; refuse to touch anything else."""
     marker = out / ".omni-demo"
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not marker.exists():
             raise ConfigError(
                 f"{out} is not empty and was not made by omni demo",
@@ -149,7 +150,7 @@ def _result(run: RunDir, media: DemoMedia, settings: DemoSettings) -> dict[str, 
     values = {name: list(series) for name, (_, series) in metrics.items()}
     losses = values["trainer/loss"]
     tail = max(1, len(losses) // 20)
-    replayed = run.replayed_losses()
+    replays = replays_of(read_attempts(run.metrics_path), "trainer/loss")
     resumed = [event.step for event in run.events() if event.text.startswith("resumed")]
     return {
         "steps": settings.steps,
@@ -174,10 +175,8 @@ def _result(run: RunDir, media: DemoMedia, settings: DemoSettings) -> dict[str, 
         },
         "quarantined": len({(r.source, r.key) for r in read_quarantine(run.quarantine_path)}),
         "resumed_at_step": resumed[-1] if resumed else 0,
-        "replayed_steps": len(replayed),
-        "replayed_loss_difference": max(
-            (abs(first - again) for first, again in replayed.values()), default=0.0
-        ),
+        "replayed_steps": sum(replay.num_repeated for replay in replays),
+        "replayed_loss_difference": max((replay.largest_difference for replay in replays), default=0.0),
     }
 
 
