@@ -86,6 +86,7 @@ class OmniLoader:
         self._identity = dict(identity)
         self._budget = ByteBudget(config.prefetch_bytes)
         self._state = self._full_state(0, order.state_dict())
+        self._honour_until: int | None = None
         self._decoder: Decoder | None = None
         self._root: BaseNode[Batch | _Failed] | None = None
         self._held_bytes = 0
@@ -134,11 +135,16 @@ class OmniLoader:
         """Return the state after the last batch handed out: head, next step, and this group's lanes."""
         return copy.deepcopy(self._state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any], *, honour_until: int | None = None) -> None:
         """Continue after the batch that ``state`` is of.
 
         ``state`` may be that of one group or the merged one of all; it fits any number of ranks and groups,
         if it has the lanes of this group.
+
+        Args:
+            state: From ``state_dict``, ``Batch.state`` or ``merge_states``.
+            honour_until: End (exclusive) of the steps that were trained after ``state`` was saved: what
+                failed in them fails again, so that they are trained on the same labels. None: none were.
 
         Raises:
             StateMismatchError: Another run, another version, damaged, or without lanes that are needed here.
@@ -150,6 +156,7 @@ class OmniLoader:
         step, lanes = _step_and_lanes(state)
         self._order.load_state_dict(lanes)
         self._state = self._full_state(step, self._order.state_dict())
+        self._honour_until = honour_until
 
     def close(self) -> None:
         """Stop workers and threads and wait for them; may be called again."""
@@ -173,7 +180,7 @@ class OmniLoader:
 
     def _start(self) -> BaseNode[Batch | _Failed]:
         step = self._state["step"]
-        known = self._quarantine.honour_from(step)
+        known = self._quarantine.honour(step, until=self._honour_until)
         if known:
             logger.info("%s failures recorded from step %s on will be repeated", known, step)
         self._decoder = self._make_decoder()

@@ -4,9 +4,13 @@ One file per run takes the records of all ranks: each record is one line, writte
 descriptor opened with O_APPEND, so lines of several processes never mix. A crash can cut the last line
 only; reading skips it with a warning.
 
-A failure is part of what the run has seen. A resumed run must see it again, or its labels would differ
-from those of an unbroken run (known fault: another skip on resume). So records of steps that run again are
-honoured: those samples fail again at that step, without decoding and without a second record.
+A failure is part of what the run has trained on. A resumed run must see it again, or its labels would differ
+from those of the run before it (known fault: another skip on resume). So records of steps that were trained
+and run again are honoured: those samples fail again at that step, without decoding and without a second
+record. Steps that were only prefetched were never trained, so their records bind nobody: a sample that was
+mended since is read as it is. Which steps were trained the loader cannot know; it is told (``until``), and
+``Quarantine.forget_from`` takes the other records out of the file before they could be taken for failures of
+the steps that run in their place.
 """
 
 from __future__ import annotations
@@ -82,26 +86,72 @@ class Quarantine:
         self._rank = rank
         self._descriptor: int | None = None
         self._known: dict[int, frozenset[SampleId]] = {}
+        self._on_file: frozenset[tuple[int, SampleId]] = frozenset()
 
-    def honour_from(self, step: int) -> int:
-        """Read the file and keep the failures of ``step`` and later; return how many there are."""
+    @staticmethod
+    def start_fresh(path: Path) -> Path | None:
+        """Move the file of an earlier run aside, to ``quarantine-<n>.jsonl``; return where it is now.
+
+        To be called by one rank, before the loader of any rank starts. None when there is no file.
+        """
+        if not path.exists():
+            return None
+        aside = _free_path(path)
+        path.rename(aside)
+        logger.info("the quarantine of an earlier run is kept as %s", aside)
+        return aside
+
+    @staticmethod
+    def forget_from(path: Path, step: int) -> Path | None:
+        """Move the records of ``step`` and later, which was never trained, to ``quarantine-<n>.jsonl``.
+
+        Without this the failures of steps that were only prefetched would stand in the file beside those of
+        the steps that take their place. To be called by one rank, before the loader of any rank starts.
+
+        Returns:
+            Where the records are now; None when there are none.
+        """
+        records = read_quarantine(path)
+        stale = [record for record in records if record.step >= step]
+        if not stale:
+            return None
+        aside = _free_path(path)
+        aside.write_bytes(b"".join(map(_line, stale)))
+        temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+        temporary.write_bytes(b"".join(_line(record) for record in records if record.step < step))
+        os.replace(temporary, path)
+        logger.info("%s failures of steps that were not trained are kept as %s", len(stale), aside)
+        return aside
+
+    def honour(self, step: int, *, until: int | None) -> int:
+        """Read the file and keep the failures of steps that were trained before and run again.
+
+        Args:
+            step: The first step of this run.
+            until: End of the steps known to be trained; None: none of them.
+
+        Returns:
+            How many failures are honoured.
+        """
         found: dict[int, set[SampleId]] = {}
         for record in read_quarantine(self.path):
             if record.step >= step:
                 found.setdefault(record.step, set()).add(record.sample_id)
-        self._known = {known_step: frozenset(ids) for known_step, ids in found.items()}
+        self._on_file = frozenset((at, sample_id) for at, ids in found.items() for sample_id in ids)
+        last = step if until is None else until
+        self._known = {at: frozenset(ids) for at, ids in found.items() if at < last}
         return sum(len(ids) for ids in self._known.values())
 
     def known(self, step: int) -> frozenset[SampleId]:
-        """Return the samples that failed at ``step`` when it ran before."""
+        """Return the samples that failed at ``step`` when it was trained before."""
         return self._known.get(step, frozenset())
 
     def add(self, record: QuarantineRecord) -> None:
         """Append ``record``, unless this step's failure of the sample is on file already."""
-        if record.sample_id in self.known(record.step):
+        if (record.step, record.sample_id) in self._on_file:
             return
         logger.debug("rank %s quarantines %s of %s: %s", self._rank, record.key, record.shard, record.reason)
-        line = (json.dumps(dataclasses.asdict(record)) + "\n").encode("ascii")
+        line = _line(record)
         if self._descriptor is None:
             self._descriptor = self._open()
         written = os.write(self._descriptor, line)
@@ -196,8 +246,21 @@ class ErrorBudget:
         raise DataError(
             f"{bad} of {handled} samples failed ({bad / handled:.1%}), limit {self._max_bad_fraction:.1%}",
             where=f"source {source!r} (rank {self._rank})",
-            fix="mend the shards (see the run's quarantine.jsonl), or raise loader.max_bad_fraction",
+            fix="mend the shards named in the run's quarantine.jsonl and run `omni data index` on them, "
+            "or raise loader.max_bad_fraction",
         )
+
+
+def _line(record: QuarantineRecord) -> bytes:
+    return (json.dumps(dataclasses.asdict(record)) + "\n").encode("ascii")
+
+
+def _free_path(path: Path) -> Path:
+    """Return the first of ``<stem>-1<suffix>``, ``<stem>-2<suffix>``... that does not exist."""
+    number = 1
+    while (aside := path.with_name(f"{path.stem}-{number}{path.suffix}")).exists():
+        number += 1
+    return aside
 
 
 def _parse(line: bytes) -> QuarantineRecord | None:

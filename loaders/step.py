@@ -98,7 +98,7 @@ class PlannedStep:
         plan: Plan of the group.
         pieces: What this rank fetches, by microbatch.
         futures: By piece; pieces of samples that are known to fail have none.
-        known: Samples that failed when this step ran before.
+        known: Samples that failed when this step was trained before.
         state: Loader state after this step.
         exhausted: As in ``Batch``.
         num_bytes: Planned, and held in the budget.
@@ -253,8 +253,10 @@ class StepAssembler:
         arrays, failures, timings = self._collect(step)
         begin = time.monotonic()
         handled = {segment_of(step.plan, piece)[0].id for pieces in step.pieces for piece in pieces}
-        failed = (step.known & handled) | self._record(step.plan, failures)
-        self._budget.count(handled, failed=failed)
+        met = self._record(step.plan, failures)
+        # A repeated failure says nothing about the shards as they are: they may have been mended since.
+        self._budget.count(handled - step.known, failed=met)
+        failed = (step.known & handled) | met
         microbatches = tuple(
             self._assemble(step, microbatch, arrays=arrays, failed=failed)
             for microbatch in range(step.plan.num_microbatches)

@@ -17,14 +17,16 @@ import pytest
 
 from balancer.planner import BalanceConfig, GroupPlanner
 from loaders.assemble import ModelInputs
+from loaders.decode.segment import DecodeRequest
 from loaders.decode.text import ByteTokenizer
 from loaders.index import index_shards
 from loaders.loader import OmniLoader, merge_states
 from loaders.loader_config import LoaderConfig
 from loaders.order import Order, OrderConfig
-from loaders.quarantine import read_quarantine
+from loaders.quarantine import QuarantineRecord, read_quarantine
 from loaders.source import Source, SourceConfig, open_source
 from loaders.step import Place
+from loaders.workers import InlineDecoder
 from omni_pipeline.core.batch import IGNORE_LABEL, Batch
 from omni_pipeline.core.errors import DataError, PlanError, StateMismatchError
 from omni_pipeline.core.sample import Modality
@@ -241,22 +243,76 @@ def test_a_broken_picture_keeps_its_place_without_labels_and_is_recorded_once(
     assert record.reason
 
 
-def test_a_replayed_failure_is_repeated_though_the_bytes_are_good_and_not_recorded_twice(
-    tmp_path: Path, quarantine: Path
-) -> None:
-    data = make_data(tmp_path / "data", broken=True)
-    first = take(make_loader(data, quarantine=quarantine), 4)
-    assert any(item[1] for item in first)
-    records = read_quarantine(quarantine)
+def mend(record: QuarantineRecord) -> None:
+    """Put a whole picture of the same size in place of the one that ``record`` is of."""
     mended = image_bytes(84, 56, seed=4)
-    assert len(mended) < records[0].length
-    with open(records[0].shard, "r+b") as shard:
-        shard.seek(records[0].offset)
+    assert len(mended) < record.length
+    with open(record.shard, "r+b") as shard:
+        shard.seek(record.offset)
         shard.write(mended)
-    assert take(make_loader(data, quarantine=quarantine), 4) == first
+
+
+def failing_step(batches: list[list[Any]]) -> int:
+    """The first step that has a failed sample."""
+    return next(step for step, item in enumerate(batches) if item[1])
+
+
+def test_a_trained_failure_is_repeated_though_the_bytes_are_good_and_not_recorded_twice(
+    tmp_path: Path, quarantine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[str] = []
+    submit = InlineDecoder.submit
+
+    def counting(decoder: InlineDecoder, request: DecodeRequest) -> Any:
+        decoded.append(request.member)
+        return submit(decoder, request)
+
+    monkeypatch.setattr(InlineDecoder, "submit", counting)
+    data = make_data(tmp_path / "data", broken=True)
+    loader = make_loader(data, quarantine=quarantine, prefetch_steps=1)
+    start = loader.state_dict()
+    first = take(loader, 4)
+    assert f"{BROKEN_KEY}.jpg" in decoded
+    failed_at = failing_step(first)
+    records = read_quarantine(quarantine)
+    mend(records[0])
+
+    decoded.clear()
+    again = make_loader(data, quarantine=quarantine, prefetch_steps=1)
+    again.load_state_dict(start, honour_until=failed_at + 1)
+    assert take(again, failed_at + 1) == first[: failed_at + 1]
     assert read_quarantine(quarantine) == records
-    fresh = take(make_loader(data, quarantine=tmp_path / "other.jsonl"), 4)
-    assert not any(item[1] for item in fresh)
+    assert f"{BROKEN_KEY}.jpg" not in decoded
+    assert decoded
+
+    for honour_until in (None, failed_at):
+        fresh = make_loader(data, quarantine=quarantine)
+        fresh.load_state_dict(start, honour_until=honour_until)
+        assert not any(item[1] for item in take(fresh, failed_at + 1))
+
+
+def test_a_fresh_start_honours_no_record_of_an_earlier_run(tmp_path: Path, quarantine: Path) -> None:
+    data = make_data(tmp_path / "data", broken=True)
+    assert any(item[1] for item in take(make_loader(data, quarantine=quarantine), 4))
+    mend(read_quarantine(quarantine)[0])
+    assert not any(item[1] for item in take(make_loader(data, quarantine=quarantine), 4))
+
+
+def test_after_the_shards_are_mended_repeated_failures_do_not_stop_the_run(
+    tmp_path: Path, quarantine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loaders.quarantine.MIN_JUDGED_SAMPLES", 1)
+    data = make_data(tmp_path / "data", broken=True)
+    loader = make_loader(data, quarantine=quarantine)
+    start = loader.state_dict()
+    failed_at = failing_step(take(loader, 4))
+    broken = make_loader(data, quarantine=quarantine, max_bad_fraction=0.0)
+    with pytest.raises(DataError, match=r"limit 0\.0%"):
+        take(broken, failed_at + 1)
+    mend(read_quarantine(quarantine)[0])
+    mended = make_loader(data, quarantine=quarantine, max_bad_fraction=0.0)
+    mended.load_state_dict(start, honour_until=failed_at + 1)
+    assert take(mended, failed_at + 1)[failed_at][1]
 
 
 def test_a_source_past_its_error_budget_stops_the_run_with_the_original_error(
@@ -354,7 +410,7 @@ def test_states_that_do_not_fit_are_refused_and_change_nothing(good: Data, quara
             loader.load_state_dict(state)
     with (
         make_loader(good, quarantine=quarantine, identity={**IDENTITY, "seed": 8}) as loader,
-        pytest.raises(StateMismatchError, match="setting 'seed' was 7 when saved, is 8 here"),
+        pytest.raises(StateMismatchError, match="'seed' was 7 when saved, is 8 here"),
     ):
         loader.load_state_dict(state)
     with make_loader(good, quarantine=quarantine) as loader:

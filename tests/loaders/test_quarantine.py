@@ -94,18 +94,63 @@ with Quarantine(Path(sys.argv[1]), rank=rank) as quarantine:
         assert [item.step for item in read if item.rank == rank] == list(range(100))
 
 
-def test_failures_of_steps_that_run_again_are_known_and_not_written_twice(tmp_path: Path) -> None:
-    path = tmp_path / "quarantine.jsonl"
+def written(path: Path, steps: list[int]) -> Path:
+    """Write one record per step, its row the step; return ``path``."""
     with Quarantine(path, rank=0) as quarantine:
-        for step in (3, 5, 7):
+        for step in steps:
             quarantine.add(record(step=step, row=step))
+    return path
+
+
+def test_failures_of_trained_steps_are_known_and_none_is_written_twice(tmp_path: Path) -> None:
+    path = written(tmp_path / "quarantine.jsonl", [3, 5, 7, 8])
     with Quarantine(path, rank=0) as again:
-        assert again.honour_from(5) == 2
+        assert again.honour(5, until=8) == 2
         assert again.known(3) == frozenset()
         assert again.known(5) == {SampleId("captions", 0, 5)}
-        again.add(record(step=5, row=5))
-        again.add(record(step=5, row=6))
-    assert [(item.step, item.row) for item in read_quarantine(path)] == [(3, 3), (5, 5), (7, 7), (5, 6)]
+        assert again.known(7)
+        assert again.known(8) == frozenset()
+        for row in (5, 6):
+            again.add(record(step=5, row=row))
+        again.add(record(step=8, row=8))
+    found = [(item.step, item.row) for item in read_quarantine(path)]
+    assert found == [(3, 3), (5, 5), (7, 7), (8, 8), (5, 6)]
+
+
+@pytest.mark.parametrize("until", [None, 0, 5])
+def test_nothing_is_honoured_where_no_step_was_trained_after_the_state(
+    tmp_path: Path, until: int | None
+) -> None:
+    path = written(tmp_path / "quarantine.jsonl", [3, 5, 7])
+    with Quarantine(path, rank=0) as again:
+        assert again.honour(5, until=until) == 0
+        assert again.known(5) == again.known(7) == frozenset()
+
+
+def test_a_fresh_start_moves_the_records_of_earlier_runs_aside_and_loses_none(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    assert Quarantine.start_fresh(path) is None
+    for number in (1, 2):
+        written(path, [number])
+        assert Quarantine.start_fresh(path) == tmp_path / f"quarantine-{number}.jsonl"
+        assert not path.exists()
+    for number in (1, 2):
+        assert [item.step for item in read_quarantine(tmp_path / f"quarantine-{number}.jsonl")] == [number]
+
+
+def test_records_of_steps_that_were_only_prefetched_leave_the_file_and_are_kept_aside(tmp_path: Path) -> None:
+    path = tmp_path / "quarantine.jsonl"
+    assert Quarantine.forget_from(path, 0) is None
+    written(path, [3, 9, 5, 8])
+    path.write_bytes(path.read_bytes() + b'{"cut')
+    before = [item for item in read_quarantine(path) if item.step < 8]
+    aside = Quarantine.forget_from(path, 8)
+    assert aside == tmp_path / "quarantine-1.jsonl"
+    assert [item.step for item in read_quarantine(aside)] == [9, 8]
+    assert read_quarantine(path) == before
+    assert [item.time for item in read_quarantine(path)] == [item.time for item in before]
+    assert Quarantine.forget_from(path, 8) is None
+    assert sorted(item.name for item in tmp_path.iterdir()) == ["quarantine-1.jsonl", "quarantine.jsonl"]
 
 
 def test_a_source_past_its_budget_stops_the_run_once_enough_samples_were_seen() -> None:
@@ -118,7 +163,8 @@ def test_a_source_past_its_budget_stops_the_run_once_enough_samples_were_seen() 
     assert str(caught.value) == (
         "99 of 100 samples failed (99.0%), limit 10.0%\n"
         "  where: source 'captions' (rank 3)\n"
-        "  fix:   mend the shards (see the run's quarantine.jsonl), or raise loader.max_bad_fraction"
+        "  fix:   mend the shards named in the run's quarantine.jsonl and run `omni data index` on them, "
+        "or raise loader.max_bad_fraction"
     )
 
 
