@@ -22,14 +22,14 @@ EXTENSIONS: Final = ("jpg", "png", "webp")
 
 _MIN_SIDE = 46  # all sides from here to _MAX_SIDE round to the same multiple of 28
 _MAX_SIDE = 69
-_MAX_ASPECT = 1.1
+_MAX_ASPECT = 1.06
 _MARGIN = 1.16  # the widest shape reaches this many radii from its centre, along an axis
 
 
 def render_shape(rng: np.random.Generator, *, shape: str, colour: str) -> NDArray[np.uint8]:
     """Return a picture, uint8 [height, width, 3]: one of ``SHAPES`` in one of ``COLOURS`` (by their keys)."""
     height, width = _draw_sides(rng)
-    radius = min(height, width) * rng.uniform(0.4, 0.43)
+    radius = min(height, width) * rng.uniform(0.41, 0.43)
     room = _MARGIN * radius
     rows = np.arange(height, dtype=np.float32)[:, None] - rng.uniform(room, height - room)
     columns = np.arange(width, dtype=np.float32)[None, :] - rng.uniform(room, width - room)
