@@ -13,12 +13,15 @@ A manifest: one object per line, one sample per object. By field:
 - any other string: a path; the member is the field's name, a dot, and the file's suffix.
 - numbers, lists, objects: kept together as member ``json``.
 
-Shards are WebDataset tars, written beside their final name and moved when complete. The order is that of the
-sorted paths, or of the lines; nothing depends on the clock, so equal input gives equal shards.
+Shards are WebDataset tars, written beside their final name and moved when complete; a call that fails or is
+interrupted removes what it wrote. The order is that of the sorted paths, or of the lines; nothing depends on
+the clock, so equal input gives equal shards.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import re
@@ -28,8 +31,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from loaders.index import OTHER, IndexReport, index_shards, modality_of
-from omni_pipeline.core.errors import ConfigError
+from loaders.decode.text import load_tokenizer
+from loaders.index import OTHER, IndexReport, index_path, index_shards, modality_of
+from omni_pipeline.core.errors import ConfigError, DataError
 
 MAX_KEY_CHARS = 200
 TEXT_NAMES = frozenset({"text", "txt"})
@@ -69,10 +73,40 @@ class _Entry:
     members: Mapping[str, Path | bytes]
 
 
+class _Part:
+    """The one shard that is being written, under a name of its own until it is complete."""
+
+    def __init__(self) -> None:
+        self._file: BinaryIO | None = None
+        self._path = ""
+
+    def open(self, path: str) -> BinaryIO:
+        """Begin the shard ``path``; return the file to write to."""
+        self._path = path
+        self._file = open(f"{path}.part", "wb")  # noqa: SIM115 - closed by `publish` or `discard`
+        return self._file
+
+    def publish(self) -> None:
+        """Close the file and give it the shard's name."""
+        if self._file is not None:
+            self._file.close()
+            os.replace(f"{self._path}.part", self._path)
+            self._file = None
+
+    def discard(self) -> None:
+        """Close and remove the file, if there is one."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # a full disk refuses the last buffer again
+                self._file.close()
+            Path(f"{self._path}.part").unlink(missing_ok=True)
+            self._file = None
+
+
 @dataclass
 class _Tally:
     """What has been written or left out so far."""
 
+    part: _Part = field(default_factory=_Part)
     shards: list[str] = field(default_factory=list)
     num_samples: int = 0
     num_bytes: int = 0
@@ -103,16 +137,15 @@ def prepare(
 
     Raises:
         ConfigError: An input is missing or holds no sample, a manifest names a missing file or is no JSON
-            (with the line), or ``out`` already has shards of this name.
+            (with the line), ``out`` is no folder or already has shards of this name, or ``name`` is no
+            part of a file's name.
+        DataError: A shard cannot be written.
     """
     if max_count < 1 or max_bytes < 1:
         raise ConfigError("max_count and max_bytes must be at least 1", fix="leave them out for the defaults")
     paths = [inputs] if isinstance(inputs, Path) else list(inputs)
-    if old := sorted(out.glob(f"{name}-*.tar")):
-        raise ConfigError(
-            f"{out} already holds {len(old)} shards of this name, e.g. {old[0].name}",
-            fix="choose another folder or name, or remove them",
-        )
+    _check_place(out, name)
+    load_tokenizer(tokenizer_path)
     num_samples = sum(1 for _ in _entries(paths, _Tally()))
     if not num_samples:
         raise ConfigError(
@@ -121,8 +154,9 @@ def prepare(
         )
     tally = _Tally()
     on_sample = None if progress is None else lambda: progress(tally.num_samples, num_samples)
-    _write_shards(_entries(paths, tally), out, name, tally, (max_count, max_bytes), on_sample)
-    reports = index_shards(tally.shards, tokenizer_path=tokenizer_path)
+    with _all_or_nothing(out, tally):
+        _write_shards(_entries(paths, tally), out, name, tally, (max_count, max_bytes), on_sample)
+        reports = index_shards(tally.shards, tokenizer_path=tokenizer_path)
     return PrepareSummary(
         shards=tuple(tally.shards),
         num_samples=tally.num_samples,
@@ -133,6 +167,49 @@ def prepare(
     )
 
 
+def _check_place(out: Path, name: str) -> None:
+    if not name or set(name) & set("/\\\0"):
+        raise ConfigError(
+            f"{name!r} cannot begin the name of a shard",
+            fix="give a name without slashes, e.g. 'photos'; the folder is set apart",
+        )
+    if out.exists() and not out.is_dir():
+        raise ConfigError(f"{out} is a file, not a folder", fix="choose a folder for the shards")
+    if old := sorted(out.glob(f"{glob.escape(name)}-*.tar")):
+        raise ConfigError(
+            f"{out} already holds {len(old)} shards of this name, e.g. {old[0].name}",
+            fix="choose another folder or name, or remove them",
+        )
+
+
+@contextlib.contextmanager
+def _all_or_nothing(out: Path, tally: _Tally) -> Iterator[None]:
+    """Remove the shards in ``tally`` and their indexes, and ``out`` if it is new, unless all went well."""
+    is_new = not out.exists()
+    try:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make the folder {out}: {error.strerror}", fix="choose another folder"
+            ) from error
+        yield
+    except BaseException as error:
+        for shard in tally.shards:
+            Path(shard).unlink(missing_ok=True)
+            Path(index_path(shard)).unlink(missing_ok=True)
+        if is_new:
+            with contextlib.suppress(OSError):  # it holds something else by now, or was never made
+                out.rmdir()
+        if isinstance(error, OSError):
+            raise DataError(
+                f"cannot write shards: {error.strerror}",
+                where=str(out),
+                fix="free some space, or mend the disk",
+            ) from error
+        raise
+
+
 def _write_shards(
     entries: Iterator[_Entry],
     out: Path,
@@ -141,7 +218,6 @@ def _write_shards(
     limits: tuple[int, int],
     on_sample: Callable[[], None] | None,
 ) -> None:
-    out.mkdir(parents=True, exist_ok=True)
     keys: set[str] = set()
     writer: Any = None
     try:
@@ -155,24 +231,27 @@ def _write_shards(
             tally.num_members.update(str(modality_of(suffix) or OTHER) for suffix in content)
             if on_sample is not None:
                 on_sample()
-    finally:
         if writer is not None:
             writer.close()
+    except BaseException:
+        # What was being written is cut: it goes, and is never given the name of a shard.
+        if writer is not None:
+            writer.post = None
+            with contextlib.suppress(OSError):  # a full disk refuses the tar's end again
+                writer.close()
+        tally.part.discard()
+        raise
 
 
 def _shard_writer(out: Path, name: str, tally: _Tally, limits: tuple[int, int]) -> Any:
     from webdataset.writer import ShardWriter  # it brings much that only this command needs
 
-    opened: list[BinaryIO] = []
-
     def start(path: str) -> BinaryIO:
-        opened.append(open(f"{path}.part", "wb"))  # noqa: SIM115 - closed in `finish`
-        return opened[-1]
+        return tally.part.open(path)
 
     def finish(path: str) -> None:
-        opened.pop().close()
-        os.replace(f"{path}.part", path)
-        tally.shards.append(path)
+        tally.shards.append(path)  # first, so that an interruption between the two leaves nothing behind
+        tally.part.publish()
 
     pattern = str(out / name).replace("%", "%%") + "-%06d.tar"
     return ShardWriter(

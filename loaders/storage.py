@@ -123,10 +123,11 @@ def write_file(url: str, data: bytes) -> None:
             file.write(data)
         os.replace(temporary, path)
     except OSError as error:
-        Path(temporary).unlink(missing_ok=True)
         raise ShardError(
             f"cannot write: {error.strerror}", where=path, fix="make the folder writable, or free some space"
         ) from error
+    finally:
+        Path(temporary).unlink(missing_ok=True)
 
 
 def open_range(url: str, offset: int, length: int) -> io.BufferedReader:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,10 @@ from typing import Any
 import pytest
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
-from loaders.index import read_index
+from loaders import prepare as prepare_module
+from loaders.index import index_shards, read_index
 from loaders.prepare import prepare
-from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.errors import ConfigError, DataError
 from tests.support.shards import caption_members, image_bytes, video_bytes
 
 
@@ -169,3 +172,78 @@ def test_shards_of_an_earlier_run_are_not_mixed_with_new_ones(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="already holds 1 shards of this name"):
         prepare(root, tmp_path / "out")
     assert prepare(root, tmp_path / "out", name="more").num_samples == 1
+
+
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_an_interrupted_call_leaves_nothing_and_the_next_one_works(
+    tmp_path: Path, stop_at: int, error: type[BaseException]
+) -> None:
+    root = folder_of(tmp_path / "in", caption_members(6))
+    out = tmp_path / "out"
+
+    def stop(done: int, _: int) -> None:
+        if done == stop_at:
+            raise error
+
+    with pytest.raises(error):
+        prepare(root, out, max_count=2, progress=stop)
+    assert not out.exists()
+    folder_of(out, {"kept.txt": b"x"})
+    with pytest.raises(error):
+        prepare(root, out, max_count=2, progress=stop)
+    assert [path.name for path in out.iterdir()] == ["kept.txt"]
+    assert prepare(root, out, max_count=2).num_samples == 6
+
+
+def test_a_call_that_is_interrupted_while_it_indexes_leaves_nothing_either(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = folder_of(tmp_path / "in", caption_members(4))
+    with monkeypatch.context() as patch:
+
+        def stop(shards: list[str], **_: Any) -> None:
+            index_shards(shards[:1])
+            raise KeyboardInterrupt
+
+        patch.setattr(prepare_module, "index_shards", stop)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(root, tmp_path / "out", max_count=2)
+    assert not (tmp_path / "out").exists()
+    assert prepare(root, tmp_path / "out", max_count=2).num_samples == 4
+
+
+def test_a_full_disk_is_told_without_a_traceback_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DataError, match="cannot write shards: No space left on device"):
+        prepare(folder_of(tmp_path / "in", caption_members(1)), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "../a", "a\\b", "a\0"])
+def test_a_name_that_is_no_part_of_a_file_name_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot begin the name of a shard") as caught:
+        prepare(folder_of(tmp_path / "in", caption_members(1)), tmp_path / "out", name=name)
+    assert caught.value.fix
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_name_with_signs_of_a_pattern_stands_for_itself(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(1))
+    prepare(root, tmp_path / "out", name="a[b]")
+    with pytest.raises(ConfigError, match="already holds 1 shards"):
+        prepare(root, tmp_path / "out", name="a[b]")
+
+
+def test_an_output_that_is_a_file_or_below_one_is_refused(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(1))
+    with pytest.raises(ConfigError, match="is a file, not a folder") as caught:
+        prepare(root, root / "000000.txt")
+    assert caught.value.fix == "choose a folder for the shards"
+    with pytest.raises(ConfigError, match=r"cannot make the folder .*: Not a directory"):
+        prepare(root, root / "000000.txt" / "out")
