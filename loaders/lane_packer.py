@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from loaders.lanes import LaneOrder
 from loaders.mixture import Mixture, charge, next_source, settle
 from loaders.order_config import OrderConfig
-from loaders.packing import Dropped, Entry, PackBuffer, admit
+from loaders.packing import Dropped, Entry, PackBuffer, PackSizes, admit
 from omni_pipeline.core.errors import DataError, StateMismatchError
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Sample
@@ -37,6 +37,15 @@ class SampleSource(Protocol):
 
     def sample(self, ordinal: int) -> Sample:
         """Return the sample at this place in the unshuffled concatenation of the shards; reads no payload."""
+        ...
+
+
+@runtime_checkable
+class SizedSource(SampleSource, Protocol):
+    """A source that knows the sizes of all its samples at once, so that they can be checked beforehand."""
+
+    def pack_sizes(self) -> PackSizes:
+        """Return what each sample takes of a pack, by ordinal."""
         ...
 
 

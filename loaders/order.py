@@ -15,15 +15,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from loaders.lane_packer import LanePacker, SampleSource
+import numpy as np
+
+from loaders.lane_packer import LanePacker, SampleSource, SizedSource
 from loaders.lanes import LaneOrder
 from loaders.mixture import Mixture, Weight
 from loaders.order_config import OrderConfig
-from loaders.packing import Dropped
+from loaders.packing import Dropped, admit
 from omni_pipeline.core.errors import ConfigError, StateMismatchError
 from omni_pipeline.core.plan import Pack
 
-__all__ = ["Order", "OrderConfig", "SampleSource", "merge_states", "restrict"]
+__all__ = ["Order", "OrderConfig", "SampleSource", "check_fits", "merge_states", "restrict"]
 
 
 class Order:
@@ -37,8 +39,8 @@ class Order:
         lanes: The lanes wanted here, each in [0, config.lanes).
 
     Raises:
-        ConfigError: Names twice, weights that do not fit the sources, a source without samples, or a lane
-        out of range.
+        ConfigError: Names twice, weights that do not fit the sources, a source without samples or with none
+            that fits a pack, or a lane out of range.
     """
 
     def __init__(
@@ -67,6 +69,8 @@ class Order:
             )
             for source in ordered
         ]
+        ever = self._mixture.drawn_from(0)
+        check_fits([source for index, source in enumerate(ordered) if index in ever], config)
         wanted = sorted(set(lanes))
         if wanted and not (wanted[0] >= 0 and wanted[-1] < config.lanes):
             raise ConfigError(
@@ -142,6 +146,42 @@ class Order:
             lane.check(own[str(number)])
         for number, lane in self._lanes.items():
             lane.load_state_dict(own[str(number)])
+
+
+def check_fits(sources: Iterable[SampleSource], config: OrderConfig) -> None:
+    """Raise unless every source has a sample that fits a pack; under 0.2 s per million samples.
+
+    Sources that do not know all their sizes (no ``SizedSource``) are passed by.
+
+    Raises:
+        ConfigError: Names source, its smallest sample, and the limit.
+    """
+    budgets = config.budgets
+    for source in sources:
+        if not isinstance(source, SizedSource):
+            continue
+        sizes = source.pack_sizes()
+        tokens = sizes.tokens if config.oversize == "drop" else sizes.cut_tokens
+        fits = (
+            (tokens <= budgets.tokens)
+            & (sizes.patches <= budgets.patches)
+            & (sizes.mel_frames <= budgets.mel_frames)
+        )
+        if fits.any():
+            continue
+        shares = (
+            tokens / budgets.tokens,
+            sizes.patches / budgets.patches,
+            sizes.mel_frames / budgets.mel_frames,
+        )
+        smallest = int(np.maximum.reduce(shares).argmin())
+        sample = source.sample(smallest)
+        reason = admit(sample, budgets, oversize=config.oversize, source=0, position=0)
+        raise ConfigError(
+            f"none of {len(tokens)} samples fits a pack; the smallest has {reason}",
+            where=f"source {source.name!r}, {sample.shard}, sample {sample.key}",
+            fix="raise the limit named above, or remove the source",
+        )
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from omni_pipeline.core.sample import Modality, Sample, SampleId
 
 UNLIMITED = 1 << 62
@@ -37,6 +40,23 @@ class Budgets:
     tokens: int
     patches: int = UNLIMITED
     mel_frames: int = UNLIMITED
+
+
+@dataclass(frozen=True, slots=True)
+class PackSizes:
+    """What each sample of a source takes of a pack, by ordinal: int64 [samples] each.
+
+    Args:
+        tokens: Sequence positions.
+        cut_tokens: The least of them where ``oversize`` cuts: all but one token of a text at the end gone.
+        patches: Vision patches.
+        mel_frames: Mel frames of audio.
+    """
+
+    tokens: npt.NDArray[np.int64]
+    cut_tokens: npt.NDArray[np.int64]
+    patches: npt.NDArray[np.int64]
+    mel_frames: npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)

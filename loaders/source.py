@@ -23,6 +23,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 from loaders.columns import MODALITIES, SegmentColumns, concatenate, find_members, size_members
 from loaders.decode.text import Tokenizer
 from loaders.index import MODALITY_OF_SUFFIX, ShardIndex, member_name, modality_of, read_index
+from loaders.packing import PackSizes
 from loaders.storage import expand_shards
 from omni_pipeline.core.errors import ConfigError, ShardError
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
@@ -31,6 +32,7 @@ from omni_pipeline.core.sizes import ModelSizes
 logger = logging.getLogger(__name__)
 
 SHOWN_NAMES = 8
+_TEXT, _AUDIO = MODALITIES.index(Modality.TEXT), MODALITIES.index(Modality.AUDIO)
 
 
 class FieldConfig(BaseModel):
@@ -118,6 +120,29 @@ class Source:
         """Return the number of usable samples."""
         return len(self._row)
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether any sample has text with loss, so that something of this source is trained on."""
+        return any(
+            config.loss and bool((columns.modality == _TEXT).any())
+            for config, columns in zip(self._fields, self._columns, strict=True)
+        )
+
+    def pack_sizes(self) -> PackSizes:
+        """Return what each sample takes of a pack, by ordinal; under 0.2 s per million samples."""
+        zeros = np.zeros(len(self), dtype=np.int64)
+        tokens, patches, mel_frames = zeros + 1, zeros.copy(), zeros.copy()
+        for columns in self._columns:
+            tokens += columns.num_tokens
+            is_text, is_audio = columns.modality == _TEXT, columns.modality == _AUDIO
+            time, rows, across = columns.grid.T
+            units = time.astype(np.int64) * rows * across
+            mel_frames += units * is_audio
+            patches += units * ~(is_text | is_audio)
+        last = self._columns[-1]
+        cut = np.where(last.modality == _TEXT, np.maximum(last.num_tokens - 1, 0), 0)
+        return PackSizes(tokens=tokens, cut_tokens=tokens - cut, patches=patches, mel_frames=mel_frames)
+
     def sample(self, ordinal: int) -> Sample:
         """Return the sample at ``ordinal``, 0 to len - 1; no I/O, some microseconds.
 
@@ -179,7 +204,10 @@ def open_source(config: SourceConfig, sizes: ModelSizes, tokenizer: Tokenizer) -
             field has no member anywhere, or no sample is usable.
     """
     where = f"source {config.name!r}"
-    shards = expand_shards(config.shards)
+    try:
+        shards = expand_shards(config.shards)
+    except ConfigError as error:
+        raise ConfigError(error.what, where=where, fix=error.fix) from error
     if not shards:
         raise ConfigError("the source has no shards", where=where, fix="set sources.shards")
     loader = _SourceReader(config, sizes, tokenizer)
@@ -248,7 +276,7 @@ class _SourceReader:
                 raise self._no_member(config)
         shard_sizes = tuple(len(rows) for rows in self.rows)
         if not sum(shard_sizes):
-            raise self._no_sample(len(shards))
+            raise self._no_sample(shards)
         if self.unusable:
             logger.warning(
                 "source %s leaves out %d of %d samples: %s",
@@ -257,19 +285,21 @@ class _SourceReader:
                 self.num_rows,
                 self._reasons(),
             )
+        columns = tuple(concatenate(parts) for parts in self.parts)
+        keys, rows = pa.concat_arrays(self.keys), np.concatenate(self.rows)
         return Source(
             name=self.config.name,
             shards=shards,
             shard_sizes=shard_sizes,
             unusable=tuple(self.unusable),
             damaged=tuple(self.damaged),
-            fingerprint=self._fingerprint(shards, shard_sizes),
+            fingerprint=self._fingerprint(shards, shard_sizes, columns=columns, keys=keys, rows=rows),
             _fields=self.config.layout.fields,
-            _columns=tuple(concatenate(parts) for parts in self.parts),
+            _columns=columns,
             _suffixes=tuple(self.suffix_codes),
-            _keys=pa.concat_arrays(self.keys),
+            _keys=keys,
             _shard=np.repeat(np.arange(len(shards), dtype=np.int32), shard_sizes),
-            _row=np.concatenate(self.rows),
+            _row=rows,
         )
 
     def _check_tokenizer(self, index: ShardIndex) -> None:
@@ -294,15 +324,24 @@ class _SourceReader:
             fix="name one of these in sources.layout.fields",
         )
 
-    def _no_sample(self, num_shards: int) -> ConfigError:
-        found = f"{self.num_rows} samples in {num_shards} shards, none of them usable"
+    def _no_sample(self, shards: tuple[str, ...]) -> ConfigError:
+        found = f"{self.num_rows} samples in {len(shards)} shards, none of them usable"
         return ConfigError(
             f"the source is empty: {found}" + (f" ({self._reasons()})" if self.unusable else ""),
             where=self.where,
-            fix="see `omni data check`, or take the source out",
+            fix=f"`omni data index --force {shards[0]}` lists bad members; mend them, or take the source out",
         )
 
-    def _fingerprint(self, shards: tuple[str, ...], shard_sizes: tuple[int, ...]) -> str:
+    def _fingerprint(
+        self,
+        shards: tuple[str, ...],
+        shard_sizes: tuple[int, ...],
+        *,
+        columns: tuple[SegmentColumns, ...],
+        keys: pa.LargeStringArray,
+        rows: npt.NDArray[np.int64],
+    ) -> str:
+        # Not where in the shard a member lies: a shard may be written again, with the same samples.
         content = {
             "shards": [shard.rpartition("/")[2] for shard in shards],
             "sizes": shard_sizes,
@@ -310,5 +349,20 @@ class _SourceReader:
             "model": self.sizes.model_dump(),
             "tokenizer": self.tokenizer.fingerprint,
         }
-        text = json.dumps(content, sort_keys=True)
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        digest = hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16)
+        for part in columns:
+            for array in (part.modality, part.grid, part.num_rows, part.num_tokens):
+                digest.update(np.ascontiguousarray(array).data)
+        digest.update(np.ascontiguousarray(rows).data)
+        ends, text = _key_arrays(keys)
+        digest.update(ends.data)
+        digest.update(text.data)
+        return digest.hexdigest()
+
+
+def _key_arrays(keys: pa.LargeStringArray) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """Return the ends of all keys in bytes, and the bytes."""
+    _, offsets, data = keys.buffers()
+    ends = np.frombuffer(offsets, np.int64)[keys.offset : keys.offset + len(keys) + 1]
+    content = np.zeros(0, np.uint8) if data is None else np.frombuffer(data, np.uint8)
+    return ends - ends[0], content[ends[0] : ends[-1]]

@@ -186,7 +186,8 @@ def expand_shards(patterns: str | Iterable[str]) -> list[str]:
     Braces keep their order, the matches of a glob are sorted, and a shard named twice is kept once.
 
     Raises:
-        ConfigError: A glob matches nothing, or a brace pattern is malformed.
+        ConfigError: A glob matches nothing, a local path does not exist or is a folder, or a brace pattern is
+            malformed.
     """
     import braceexpand  # pulls in nothing, but only opening a source needs it
 
@@ -204,8 +205,17 @@ def expand_shards(patterns: str | Iterable[str]) -> list[str]:
 
 
 def _glob(path: str) -> list[str]:
-    if not glob.has_magic(path) or (not is_remote(path) and os.path.exists(local_path(path))):
+    if not is_remote(path) and os.path.exists(local_path(path)):
+        if os.path.isdir(local_path(path)):
+            raise ConfigError(
+                f"{path} is a folder, not a shard",
+                fix=f"give a pattern of the shards in it, like '{path.rstrip('/')}/*.tar'",
+            )
         return [path]
+    if not glob.has_magic(path):
+        if is_remote(path):
+            return [path]
+        raise ConfigError(f"there is no such file: {path}", fix="check the path, from the folder you run in")
     if is_remote(path):
         system = _filesystem(path)
         found = sorted(system.unstrip_protocol(name) for name in system.glob(path))

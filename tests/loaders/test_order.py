@@ -6,18 +6,21 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from loaders.mixture import Weight
-from loaders.order import Order, OrderConfig, SampleSource, merge_states, restrict
+from loaders.order import Order, OrderConfig, SampleSource, check_fits, merge_states, restrict
+from loaders.packing import PackSizes, media_units
 from omni_pipeline.core.errors import ConfigError, DataError, StateMismatchError
 from omni_pipeline.core.plan import Pack
-from omni_pipeline.core.sample import Modality, Sample, SampleId
+from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from tests.support.strategies import MemorySource, media_segment, source_sets, text_segment, text_source
 
 FAST = settings(deadline=None, max_examples=12)
@@ -241,6 +244,65 @@ def test_a_source_of_oversize_samples_stops_the_run_instead_of_hanging() -> None
         "  where: source 'text', lane 0, text-00000.tar\n"
         "  fix:   raise the limit named above, set order.oversize = 'cut', or remove the source"
     )
+
+
+@dataclass(frozen=True)
+class SizedMemorySource(MemorySource):
+    """A source in memory that knows all its sizes."""
+
+    def pack_sizes(self) -> PackSizes:
+        samples = [self.sample(ordinal) for ordinal in range(sum(self.shard_sizes))]
+        tokens = np.array([sample.num_tokens for sample in samples])
+        cut = [sample.segments[-1].num_tokens - 1 for sample in samples]  # they all end in text here
+        units = np.array([media_units(sample) for sample in samples])
+        return PackSizes(tokens, tokens - np.array(cut), units[:, 0], units[:, 1])
+
+
+@pytest.mark.parametrize("epochs", [None, 1])
+@pytest.mark.parametrize(
+    ("oversize", "parts", "reason"),
+    [
+        ("drop", [[text_segment(699)], [text_segment(499)]], "500 tokens, limit 400 (order.seq_len)"),
+        (
+            "cut",
+            [[media_segment(Modality.IMAGE, (1, 24, 24)), text_segment(3)]],
+            "576 patches, limit 500 (order.max_patches)",
+        ),
+        (
+            "drop",
+            [[media_segment(Modality.AUDIO, (1200, 1, 1)), text_segment(3)]],
+            "1200 mel frames, limit 900 (order.max_mel_frames)",
+        ),
+        (
+            "cut",
+            [[text_segment(500), text_segment(9)]],
+            "510 tokens, limit 400 (order.seq_len); no text at its end that could be cut",
+        ),
+    ],
+)
+def test_a_source_of_which_no_sample_fits_is_refused_before_the_run_starts(
+    epochs: int | None, oversize: Literal["drop", "cut"], parts: list[list[Segment]], reason: str
+) -> None:
+    bad = SizedMemorySource("bad", [2], parts)
+    settings_ = config(oversize=oversize, epochs=epochs)
+    with pytest.raises(ConfigError) as caught:
+        build(settings_, [text_source("good", [9], [10]), bad])
+    number = len(parts) - 1
+    assert str(caught.value) == (
+        f"none of 2 samples fits a pack; the smallest has {reason}\n"
+        f"  where: source 'bad', bad-00000.tar, sample 0000-{number:06d}\n"
+        "  fix:   raise the limit named above, or remove the source"
+    )
+    build(settings_, [text_source("good", [9], [10]), bad], weights={"good": 1, "bad": 0})
+
+
+def test_one_sample_that_fits_all_budgets_at_once_is_enough_and_needed() -> None:
+    many_patches = [media_segment(Modality.IMAGE, (1, 24, 24)), text_segment(3)]
+    long = [text_segment(600)]
+    with pytest.raises(ConfigError, match="none of 2 samples fits"):
+        check_fits([SizedMemorySource("s", [2], [many_patches, long])], config(oversize="drop"))
+    check_fits([SizedMemorySource("s", [2], [many_patches, long])], config(oversize="cut"))
+    check_fits([SizedMemorySource("s", [3], [many_patches, long, [text_segment(399)]])], config())
 
 
 def test_the_state_is_plain_and_as_small_as_it_says() -> None:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from loaders.decode.text import ByteTokenizer
 from loaders.index import REPEATED, build_index, index_path, index_shards
+from loaders.packing import cut_text, media_units
 from loaders.source import Source, SourceConfig, count_labels, open_source
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality, SampleId, Segment
@@ -136,6 +137,9 @@ def test_missing_files_and_indexes_are_setting_errors(tmp_path: Path) -> None:
     path = str(tmp_path / "0.tar")
     with pytest.raises(ConfigError, match="there is no such file"):
         open_source(config_of(path, ["txt"]), SIZES, BYTES)
+    with pytest.raises(ConfigError, match="is a folder, not a shard") as folder:
+        open_source(config_of(str(tmp_path), ["txt"]), SIZES, BYTES)
+    assert folder.value.where == "source 's'"
     with pytest.raises(ConfigError, match="no shard matches"):
         open_source(config_of(str(tmp_path / "*.tar"), ["txt"]), SIZES, BYTES)
     write_tar(Path(path), {"a.txt": b"a"})
@@ -147,8 +151,11 @@ def test_missing_files_and_indexes_are_setting_errors(tmp_path: Path) -> None:
 
 
 def test_an_empty_source_is_a_setting_error_with_its_reasons(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the source is empty: 0 samples in 1 shards"):
+    with pytest.raises(ConfigError, match="the source is empty: 0 samples in 1 shards") as caught:
         opened(tmp_path, [{}], ["txt"])
+    assert caught.value.fix == (
+        f"`omni data index --force {tmp_path / '0.tar'}` lists bad members; mend them, or take the source out"
+    )
     with pytest.raises(
         ConfigError, match=r"none of them usable \(1 x no member 'txt'; 1 x no member 'jpg'\)"
     ):
@@ -181,6 +188,73 @@ def test_the_fingerprint_is_of_the_content_not_of_the_place(tmp_path: Path) -> N
         prints.append(opened(tmp_path / folder, [members], fields).fingerprint)
     assert prints[0] == prints[1]
     assert len(set(prints)) == 3
+
+
+def test_the_fingerprint_sees_rows_sizes_counts_and_keys_but_not_where_bytes_lie(tmp_path: Path) -> None:
+    def print_of(folder: str, members: list[tuple[str, bytes]]) -> str:
+        (tmp_path / folder).mkdir()
+        return opened(tmp_path / folder, [members], ["png", "txt"]).fingerprint
+
+    def pair(key: str, *, side: int = 56, text: bytes = b"four") -> list[tuple[str, bytes]]:
+        return [(f"{key}.png", image_bytes(side, 168 - side, kind="PNG")), (f"{key}.txt", text)]
+
+    no_picture = [("x.txt", b"x")]
+    prints = [
+        print_of("plain", pair("a") + pair("b")),
+        print_of("grid", pair("a") + pair("b", side=112)),
+        print_of("tokens", pair("a") + pair("b", text=b"more than four")),
+        print_of("key", pair("a") + pair("c")),
+        print_of("row", pair("a") + no_picture + pair("b")),
+    ]
+    assert len(set(prints)) == len(prints)
+    moved = [("a.other", b"x" * 3000), *pair("a"), *pair("b", text=b"else")]
+    assert print_of("moved", moved) == prints[0]
+
+
+def test_has_labels_wants_text_with_loss(tmp_path: Path) -> None:
+    members = {"a.jpg": image_bytes(), "a.txt": b"x", "a.question.txt": b"?"}
+    untrained = {"member": "txt", "loss": False}
+    cases: list[tuple[list[Any], bool]] = [
+        (["jpg", "txt"], True),
+        (["jpg", untrained], False),
+        (["jpg"], False),
+        ([untrained, "jpg"], False),
+        ([untrained, "question.txt"], True),
+        (["jpg|txt"], False),
+        (["mp4|txt"], True),
+    ]
+    for number, (fields, expected) in enumerate(cases):
+        (tmp_path / str(number)).mkdir()
+        source = opened(tmp_path / str(number), [members], fields)
+        assert source.has_labels == expected, fields
+        assert bool(source.sample(0).num_labels) == expected, fields
+
+
+def test_pack_sizes_are_those_of_the_samples(tmp_path: Path) -> None:
+    members = {
+        "a.question.txt": b"ab",
+        "a.jpg": image_bytes(84, 56),
+        "a.wav": audio_bytes(1.0),
+        "a.txt": b"four",
+        "b.question.txt": b"",
+        "b.jpg": image_bytes(112, 56),
+        "b.wav": audio_bytes(2.0),
+        "b.txt": b"",
+    }
+    for number, fields in enumerate(
+        (["question.txt", "jpg", "wav", "txt"], ["txt", "wav", "jpg"], ["wav|jpg"], ["txt"])
+    ):
+        (tmp_path / str(number)).mkdir()
+        source = opened(tmp_path / str(number), [members], fields)
+        sizes = source.pack_sizes()
+        for ordinal in range(2):
+            sample = source.sample(ordinal)
+            assert sizes.tokens[ordinal] == sample.num_tokens
+            assert (sizes.patches[ordinal], sizes.mel_frames[ordinal]) == media_units(sample)
+            least = int(sizes.cut_tokens[ordinal])
+            if least < sample.num_tokens:
+                assert cut_text(sample, max_tokens=least) is not None
+            assert cut_text(sample, max_tokens=least - 1) is None
 
 
 def test_unknown_kinds_of_member_are_refused_with_the_known_ones() -> None:

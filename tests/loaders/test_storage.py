@@ -124,11 +124,28 @@ def test_patterns_expand_in_order_and_name_each_shard_once(tmp_path: Path) -> No
     assert storage.expand_shards("memory://globbed/*.tar") == ["memory:///globbed/x.tar"]
 
 
+@pytest.mark.parametrize("ending", ["", "/"])
+def test_a_folder_is_told_to_be_named_by_a_pattern(tmp_path: Path, ending: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        storage.expand_shards(f"{tmp_path}{ending}")
+    assert str(caught.value) == (
+        f"{tmp_path}{ending} is a folder, not a shard\n"
+        f"  fix:   give a pattern of the shards in it, like '{tmp_path}/*.tar'"
+    )
+
+
 def test_a_pattern_that_stands_for_nothing_is_a_setting_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         storage.expand_shards(f"{tmp_path}/*.tar")
     assert str(caught.value) == (
         f"no shard matches '{tmp_path}/*.tar'\n  fix:   check the pattern, from the folder you run in"
     )
+    with pytest.raises(ConfigError) as caught:
+        storage.expand_shards([f"{tmp_path}/none.tar"])
+    assert str(caught.value) == (
+        f"there is no such file: {tmp_path}/none.tar\n  fix:   check the path, from the folder you run in"
+    )
+    with pytest.raises(ConfigError, match=r"there is no such file: .*s-1\.tar"):
+        storage.expand_shards(f"{tmp_path}/s-{{1..2}}.tar")
     with pytest.raises(ConfigError, match="unbalanced braces"):
         storage.expand_shards("s-{0..2.tar")
