@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -119,3 +120,45 @@ def test_config_show_names_the_origin_of_each_value(
     assert "optimizer.eps = 1e-07  # flag" in lines
     assert "optimizer.lr = 0.001  # file" in lines
     assert "optimizer.grad_clip = 1.0  # default" in lines
+
+
+def test_flags_into_lists_keep_their_origin(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_main(monkeypatch, "config", "show", str(run_file), "--sources.0.weight", "2") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "sources.0.weight = 2.0  # flag" in lines
+    assert "sources.1.weight = 0.3  # file" in lines
+
+
+def test_examples_in_the_help_name_files_that_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = Path(__file__).parents[2]
+    commands = ["train", "config", "plan", "report", "demo"]
+    text = ""
+    for name in commands:
+        run_main(monkeypatch, name, "--help")
+        text += capsys.readouterr().out
+    named = set(re.findall(r"examples/[\w/.-]+", text))
+    assert named
+    assert [name for name in named if not (root / name).exists()] == []
+
+
+@pytest.mark.parametrize("command", ["train", "demo", "report"])
+def test_a_file_where_a_folder_should_be_is_a_config_error(
+    command: str,
+    tmp_path: Path,
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    arguments = {
+        "train": ["train", str(run_file), "--run.dir", str(blocked)],
+        "demo": ["demo", "--out", str(blocked)],
+        "report": ["report", str(blocked)],
+    }
+    assert run_main(monkeypatch, *arguments[command]) == 2
+    assert "fix:" in capsys.readouterr().err
