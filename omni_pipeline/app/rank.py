@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from loaders.loader import OmniLoader, merge_states
+from loaders.quarantine import Quarantine
 from omni_pipeline.app.environment import Environment
 from omni_pipeline.app.finish import keep_gallery, report_of
 from omni_pipeline.app.run_config import RunConfig
@@ -205,9 +206,14 @@ class _Run:
     def _resume(self, loader: OmniLoader) -> Progress:
         path = self._agreed_checkpoint()
         if path is None:
+            all_or_none(self._start_fresh, what="it cannot start")
             return Progress()
         restored = all_or_none(lambda: self.checkpointer.load(path), what=f"it cannot load {path}")
-        all_or_none(lambda: loader.load_state_dict(restored.loader_state), what=f"it cannot use {path}")
+        num_trained = self._num_trained_before()
+        all_or_none(
+            lambda: loader.load_state_dict(restored.loader_state, honour_until=num_trained),
+            what=f"it cannot use {path}",
+        )
         if self.rank == 0:
             step = restored.progress.num_steps
             self.folder.add_event(Event(step=step, text=f"resumed at step {step}"))
@@ -231,6 +237,23 @@ class _Run:
 
         all_or_none(check, what="it cannot resume")
         return path
+
+    def _start_fresh(self) -> None:
+        """Keep an earlier start's quarantine apart: what failed then may be mended now."""
+        if self.rank == 0:
+            Quarantine.start_fresh(self.folder.quarantine_path)
+
+    def _num_trained_before(self) -> int:
+        """Return the steps that earlier starts trained, also past the checkpoint; equal on all ranks.
+
+        Failures of later steps, which were only prefetched, are put aside.
+        """
+        answer = [0]
+        if self.rank == 0:
+            answer = [self.folder.last_step() + 1]
+            Quarantine.forget_from(self.folder.quarantine_path, answer[0])
+        dist.broadcast_object_list(answer, src=0)
+        return answer[0]
 
     def _is_evaluated(self, step: int) -> bool:
         """Return whether an earlier start of this run has evaluated after ``step``; equal on all ranks."""

@@ -62,6 +62,11 @@ class Stream:
             lanes=lanes_of_group(group, self.order.lanes, topology),
         )
 
+    def is_drawn(self, name: str) -> bool:
+        """Return whether the source has a weight above 0 at any step."""
+        weight = self.weights[name]
+        return weight > 0 if isinstance(weight, int | float) else any(value > 0 for _, value in weight)
+
     @property
     def identity(self) -> dict[str, Any]:
         """What must be equal for a saved loader state to fit."""
@@ -172,6 +177,11 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
     tokenizer = build_tokenizer(config)
     build_planner(config, topology)
     stream = training_stream(config, tokenizer)
+    if not any(source.has_labels for source in stream.sources if stream.is_drawn(source.name)):
+        raise ConfigError(
+            "no source has text that is trained on, so there is nothing to learn",
+            fix="add a text field with loss to a source whose weight is above 0",
+        )
     for group in range(topology.num_groups):
         stream.order_of_group(group, topology)
     for source in config.evaluation.sources:

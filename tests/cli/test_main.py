@@ -61,6 +61,11 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["--sources.0.layout", '{kind="fields", fields=["webp"]}'], "webp"),
         (["--model.llm.vocab_size", "100"], "the tokenizer has 264 tokens, the model 100"),
         (["--tokenizer.path", "none.json"], "none.json"),
+        (
+            ["--sources", '[{name="a", shards="SHARDS", layout={kind="fields", fields=["jpg|png"]}}]'],
+            "no source has text that is trained on",
+        ),
+        (["--order.seq_len", "4"], "order.seq_len"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error_and_exit_2(
@@ -70,6 +75,7 @@ def test_a_wrong_setting_is_one_clear_error_and_exit_2(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    flags = [flag.replace("SHARDS", f"{run_file.parent}/captions-*.tar") for flag in flags]
     assert run_main(monkeypatch, "train", str(run_file), *flags) == 2
     errors = capsys.readouterr().err
     assert message in errors
