@@ -153,7 +153,7 @@ class LanePacker:
         index_of = {name: index for index, name in enumerate(names)}
         kept = [(index_of[name], int(position)) for name, position in state["buffer"] if name in index_of]
         if gone:
-            logger.warning(
+            logger.debug(
                 "lane %s: sources %s are no longer in the run; left out with %s buffered samples",
                 self._lane,
                 ", ".join(gone),

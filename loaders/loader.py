@@ -27,6 +27,7 @@ from torchdata.nodes import BaseNode, Mapper, Prefetcher
 from loaders.assemble import ModelInputs
 from loaders.budget import ByteBudget
 from loaders.decode.segment import DecodeSettings
+from loaders.identity import check_identity
 from loaders.loader_config import LoaderConfig
 from loaders.order import merge_states as merge_lanes
 from loaders.quarantine import Quarantine
@@ -39,7 +40,7 @@ from omni_pipeline.core.state import check_head
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 1
+STATE_VERSION = 2
 _ASSEMBLED_AHEAD = 1
 
 
@@ -61,7 +62,8 @@ class OmniLoader:
         model: What the model reads.
         tokenizer_path: For the decode workers; None for plain bytes.
         quarantine: The run's record file; all ranks append to it.
-        identity: Settings that change the order of samples; a state must have the same.
+        identity: Settings that change the order of samples; a state must have the same. Under "sources": the
+            fingerprint of every source by name, compared for those that state and run have in common.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class OmniLoader:
         self._model = model
         self._tokenizer_path = tokenizer_path
         self._quarantine = Quarantine(quarantine, rank=place.rank)
-        self._identity = dict(identity)
+        # How media are decoded changes the numbers that are trained on, though not the order.
+        decoding = config.model_dump(include={"video_backend", "max_image_pixels"})
+        self._identity = {**identity, "loader": decoding}
         self._budget = ByteBudget(config.prefetch_bytes)
         self._state = self._full_state(0, order.state_dict())
         self._honour_until: int | None = None
@@ -139,7 +143,8 @@ class OmniLoader:
         """Continue after the batch that ``state`` is of.
 
         ``state`` may be that of one group or the merged one of all; it fits any number of ranks and groups,
-        if it has the lanes of this group.
+        if it has the lanes of this group. Sources may have been added (read from their beginning), removed
+        and reweighted since; the others go on where they were.
 
         Args:
             state: From ``state_dict``, ``Batch.state`` or ``merge_states``.
@@ -147,12 +152,19 @@ class OmniLoader:
                 failed in them fails again, so that they are trained on the same labels. None: none were.
 
         Raises:
-            StateMismatchError: Another run, another version, damaged, or without lanes that are needed here.
+            StateMismatchError: Another run, another version, damaged, without lanes that are needed here, or
+                of a source whose data changed.
             RuntimeError: Iteration has started.
         """
         if self._root is not None or self._closed:
             raise RuntimeError("load_state_dict after the first batch: load into a fresh loader")
-        check_head(state, version=STATE_VERSION, identity=self._identity, where="loader state")
+        check_identity(
+            state,
+            version=STATE_VERSION,
+            identity=self._identity,
+            where="loader state",
+            announce=self._place.rank == 0,
+        )
         step, lanes = _step_and_lanes(state)
         self._order.load_state_dict(lanes)
         self._state = self._full_state(step, self._order.state_dict())

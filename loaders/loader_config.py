@@ -8,7 +8,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LoaderConfig(BaseModel):
-    """How samples are fetched and decoded. Nothing here changes which samples a step holds."""
+    """How samples are fetched and decoded. Nothing here changes which samples a step holds.
+
+    ``max_image_pixels`` and ``video_backend`` change what they hold, so a run resumes with the same only.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

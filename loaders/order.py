@@ -133,7 +133,7 @@ class Order:
         """Continue from ``state``, which may hold more lanes than these.
 
         A source that the state does not know starts at its beginning; one that this run does not have is
-        left out, with its buffered samples (logged).
+        left out, with its buffered samples (logged by lane at DEBUG).
 
         Raises:
             StateMismatchError: A lane is missing, or what is saved of it does not fit.

@@ -406,7 +406,7 @@ def test_sources_may_come_and_go_between_runs(caplog: pytest.LogCaptureFixture) 
     state = json.loads(json.dumps(order.state_dict()))
     changed = [s for s in mixed_sources() if s.name != "talks"] + [text_source("new", [9], [40])]
     again = build(config(), changed)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.DEBUG):
         again.load_state_dict(state)
     assert "sources talks are no longer in the run" in caplog.text
     names = {found.source for step in range(1, 5) for found in ids(again.next_step(step))}

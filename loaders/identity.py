@@ -1,0 +1,68 @@
+"""What a saved loader state must have in common with the run that loads it.
+
+All of the identity must be equal, but for its sources: a run may add, remove and reweight them, and those it
+keeps go on where they were. A source that is kept must be the same, since positions are places in it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from omni_pipeline.core.errors import StateMismatchError
+from omni_pipeline.core.state import check_head
+
+logger = logging.getLogger(__name__)
+
+
+def check_identity(
+    state: Mapping[str, Any], *, version: int, identity: Mapping[str, Any], where: str, announce: bool
+) -> None:
+    """Raise unless ``state`` fits a run of ``identity``.
+
+    Args:
+        state: With the head of ``core.state``.
+        version: That this program reads.
+        identity: Of the run; its "sources", if there, are fingerprints by name.
+        where: For messages.
+        announce: Log the sources that were added or removed.
+
+    Raises:
+        StateMismatchError: Another version, a setting that differs, or a source that changed.
+    """
+    saved = state.get("identity")
+    if not isinstance(saved, Mapping) or not isinstance(saved.get("sources", {}), Mapping):
+        raise StateMismatchError(
+            "state has no readable identity", where=where, fix="resume from another checkpoint"
+        )
+    bare = {**state, "identity": _without_sources(saved)}
+    check_head(bare, version=version, identity=_without_sources(identity), where=where)
+    _check_sources(saved.get("sources", {}), identity.get("sources", {}), where=where, announce=announce)
+
+
+def _without_sources(identity: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in identity.items() if name != "sources"}
+
+
+def _check_sources(
+    saved: Mapping[str, str], present: Mapping[str, str], *, where: str, announce: bool
+) -> None:
+    changed = ", ".join(
+        repr(name) for name in sorted(present) if saved.get(name, present[name]) != present[name]
+    )
+    if changed:
+        raise StateMismatchError(
+            f"the data of source {changed} changed since the state was saved: its places mean other samples",
+            where=where,
+            fix="put the shards, the layout and the tokenizer back, give the source another name to read it "
+            "from its beginning, or start a new run.dir",
+        )
+    if not announce:
+        return
+    if added := sorted(present.keys() - saved.keys()):
+        logger.warning("sources added since the state was saved, read from their start: %s", ", ".join(added))
+    if removed := sorted(saved.keys() - present.keys()):
+        logger.warning(
+            "sources removed since the state was saved, their place is lost: %s", ", ".join(removed)
+        )
