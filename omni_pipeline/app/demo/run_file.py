@@ -55,13 +55,13 @@ QUESTION = '"{media}", {{ member = "question.txt", loss = false }}, "answer.txt"
 IMAGE, VIDEO, AUDIO = "jpg|png|webp", "mp4|webm", "wav|flac|mp3"
 
 TRAINED = {  # name: (fields, share of the tokens)
-    "shapes": (QUESTION.format(media=IMAGE), 0.31),
-    "motion": (QUESTION.format(media=VIDEO), 0.20),
-    "tones": (QUESTION.format(media=AUDIO), 0.25),
+    "shapes": (QUESTION.format(media=IMAGE), 0.27),
+    "motion": (QUESTION.format(media=VIDEO), 0.27),
+    "tones": (QUESTION.format(media=AUDIO), 0.24),
     "photos": (f'"{IMAGE}", "txt"', 0.09),
-    "clips": (f'"{VIDEO}", "txt"', 0.09),
+    "clips": (f'"{VIDEO}", "txt"', 0.08),
     "speech": (f'"{AUDIO}", "txt"', 0.03),
-    "prose": ('"txt"', 0.03),
+    "prose": ('"txt"', 0.02),
 }
 
 
