@@ -109,6 +109,6 @@ def test_rows_of_heads_must_fill_sections_in_code_too() -> None:
         LlmConfig(head_dim=64)
 
 
-def test_settings_and_flops_load_without_torch() -> None:
-    code = "import sys, trainer.config, trainer.flops; sys.exit('torch' in sys.modules)"
+def test_settings_load_without_torch() -> None:
+    code = "import sys, trainer.config; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

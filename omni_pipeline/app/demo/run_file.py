@@ -23,6 +23,15 @@ shuffle_block = 256
 [model]
 size = "demo"
 
+[llm.parallel]
+reshard = "step"  # a small model: each rank holds it whole within a step, gradients are exchanged once
+
+[encoders.vision.parallel]
+reshard = "step"
+
+[encoders.audio.parallel]
+reshard = "step"
+
 [balance]
 group = "all"
 flops_per_s = 2e10  # what one rank attains on a processor, and what a message between two costs
