@@ -86,7 +86,7 @@ def run_demo(settings: DemoSettings) -> dict[str, Any]:
         ranks.wait()
     result = _result(run, media, settings)
     result["seconds"] = round(time.monotonic() - start, 1)
-    run.write_summary({**result, "chance": dict(media.chance)})
+    run.write_summary({"title": "omni demo", **result, "chance": dict(media.chance)})
     result["report"] = str(report_of(run.path))
     _print_result(console, result, media.chance)
     return result
