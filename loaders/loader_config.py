@@ -8,10 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 
 class LoaderConfig(BaseModel):
-    """How samples are fetched and decoded. Nothing here changes which samples a step holds.
-
-    ``max_image_pixels`` and ``video_backend`` change what they hold, so a run resumes with the same only.
-    """
+    """How samples are fetched and decoded. Nothing here changes which samples a step holds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -33,6 +30,7 @@ class LoaderConfig(BaseModel):
         le=1,
         description="Largest share of a source's samples that may fail before the run stops.",
     )
+    # These two change what the samples hold: a run resumes with the same only (see OmniLoader's identity).
     max_image_pixels: int = Field(
         178_956_970, ge=1, description="Largest picture or frame that is decoded, pixels before resizing."
     )
