@@ -168,7 +168,7 @@ def _misfit(rank: int, folder: Path) -> list[str]:
 
 def test_a_checkpoint_of_another_model_or_a_missing_one_is_refused(tmp_path: Path) -> None:
     assert run_ranks(1, _misfit, args=(tmp_path,))[0] == [
-        "setting 'layers' was 2 when saved, is 4 here",
+        "'layers' was 2 when saved, is 4 here",
         f"{tmp_path / 'step-00000009'} is not a complete checkpoint",
     ]
 
