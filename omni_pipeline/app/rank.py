@@ -104,6 +104,8 @@ def _run(config: RunConfig, place: Environment) -> None:
     run.train()
     dist.barrier()
     if place.rank == 0:
+        # Loaders run ahead: what failed in steps beyond the end was never part of this run.
+        Quarantine.forget_from(run.folder.quarantine_path, run.folder.last_step() + 1)
         logger.info("report: %s", report_of(run.folder.path))
     dist.destroy_process_group()
 

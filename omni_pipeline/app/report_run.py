@@ -15,6 +15,7 @@ from omni_pipeline.app.report_charts import Mark
 from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.app.sinks import Attempt, MetricValues, merge_attempts, read_attempts
 from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.sample import SampleId
 
 NO_VALUES: MetricValues = (np.empty(0, dtype=np.int64), np.empty(0))
 
@@ -82,12 +83,15 @@ def load_run(run_dir: Path) -> RunData:
     attempts = read_attempts(path) if path.exists() else []
     if not attempts:
         raise ConfigError(f"{run_dir} has no metrics to report", where=str(path), fix=fix)
-    records = {(record.sample_id, record.member): record for record in read_quarantine(run.quarantine_path)}
+    # The first failure of a sample stays.
+    first: dict[tuple[SampleId, str], QuarantineRecord] = {}
+    for record in read_quarantine(run.quarantine_path):
+        first.setdefault((record.sample_id, record.member), record)
     return RunData(
         name=run_dir.resolve().name,
         attempts=tuple(attempts),
         metrics=merge_attempts(attempts),
-        quarantine=tuple(records.values()),
+        quarantine=tuple(first.values()),
     )
 
 
