@@ -11,7 +11,7 @@ import click
 @click.command()
 @click.option("--out", type=click.Path(path_type=Path), default=Path("demo-run"), show_default=True)
 @click.option("--nproc", type=click.IntRange(1), default=2, show_default=True, help="Ranks.")
-@click.option("--steps", type=click.IntRange(4), default=None, help="Training steps.")
+@click.option("--steps", type=click.IntRange(8), default=None, help="Training steps.")
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object on standard output.")
 def command(out: Path, nproc: int, steps: int | None, as_json: bool) -> None:
     """Make media, prepare shards, train on two ranks, kill one, resume, evaluate and report. No network.
