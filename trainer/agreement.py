@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from omni_pipeline.core.batch import Batch
-from omni_pipeline.core.errors import OmniError, RankError, StateMismatchError
+from omni_pipeline.core.errors import DataError, OmniError, RankError, StateMismatchError
 from omni_pipeline.core.plan import StepPlan
 from omni_pipeline.core.sample import SampleId
 from trainer.parallel.mesh import RankGroups
@@ -191,6 +191,8 @@ def all_or_none(action: Callable[[], ResultT], *, what: str) -> ResultT:
         result.append(action())
     except OmniError as problem:
         error = problem
+    except OSError as problem:
+        error = DataError(f"{problem}", fix="check the path, its permissions and the room on the disk")
     errors: list[OmniError | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     failed = {rank: other for rank, other in enumerate(errors) if other is not None}

@@ -146,7 +146,13 @@ class Checkpointer:
         saved = reader.read_metadata().state_dict_metadata
         tensors = self._tensors()
         wanted = {**tensors, "rng": {key: value for key, value in rng.items() if f"rng.{key}" in saved}}
-        load_tensors(wanted, storage_reader=reader)
+        try:
+            load_tensors(wanted, storage_reader=reader)
+        except CheckpointException as error:
+            raise StateMismatchError(
+                f"{path} is damaged: {_causes(error)}",
+                fix="remove that folder: the run continues from the checkpoint before it",
+            ) from error
         set_model_state_dict(self.module, wanted["model"])
         set_optimizer_state_dict(self.module, self.optimizer, wanted["optimizer"])
         _restore_rng(wanted["rng"], dist.get_rank())

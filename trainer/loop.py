@@ -30,7 +30,7 @@ from trainer.step_numbers import StepRecorder, StepTimes
 
 logger = logging.getLogger(__name__)
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
 class BatchLoader(Protocol):
@@ -89,8 +89,8 @@ def train(
 ) -> TrainEnd:
     """Train until ``num_steps``, the end of the data, or a signal; a collective of all ranks.
 
-    SIGTERM or SIGUSR1 to any rank ends the run on all of them after the next step. However it ends, the last
-    thing is a checkpoint, unless nothing was trained.
+    SIGTERM, SIGUSR1 or SIGINT to any rank ends the run on all of them after the next step. Unless an error
+    ends it, the last thing is a checkpoint, if anything was trained.
 
     Args:
         learner: Changed in place.
@@ -129,10 +129,10 @@ def train(
             saver.see(batch)
             times = StepTimes(wait_s=wait_s, step_s=time.perf_counter() - start)
             recorder.record(result, batch, times=times)
-            if after_step is not None:
-                after_step(progress.num_steps)
             if saver.is_due(progress, result.requests):
                 saver.save(progress)
+            if after_step is not None and not result.requests.stop:
+                after_step(progress.num_steps)
             if result.requests.stop:
                 logger.warning("stopping after %s steps: a signal asked for it", progress.num_steps)
                 reason = "signal"
@@ -144,7 +144,7 @@ def train(
 
 
 class StopSignals:
-    """Notes SIGTERM and SIGUSR1 while entered, in the main thread; elsewhere it notes nothing."""
+    """Notes SIGTERM, SIGUSR1 and SIGINT while entered, in the main thread; elsewhere it notes nothing."""
 
     def __init__(self) -> None:
         self.caught = False
@@ -224,6 +224,8 @@ def _next_batch(batches: Iterator[Batch]) -> tuple[Batch | None, str]:
     """Return the next batch or why there is none: the step tells the others, so that none waits."""
     try:
         return next(batches, None), ""
+    except OSError as error:
+        return None, f"{error}; check the path, its permissions and the room on the disk"
     except OmniError as error:
         return None, "; ".join(part for part in (error.what, error.where, error.fix) if part)
 

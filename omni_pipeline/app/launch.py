@@ -40,6 +40,7 @@ class RankProcesses:
     def __init__(self, arguments: Sequence[str], *, num_ranks: int, quiet: bool = False) -> None:
         threads = max(1, (os.cpu_count() or 1) // num_ranks)
         port = _free_port()
+        self._asked: set[int] = set()
         self.processes = [
             subprocess.Popen(
                 # -P: a folder `trainer` or a file `random.py` where the user stands must not be imported.
@@ -76,10 +77,10 @@ class RankProcesses:
     def wait(self) -> None:
         """Block until all ranks have ended well; raises as ``poll`` does.
 
-        The first Ctrl-C asks all ranks for a checkpoint and an end, the second ends them at once.
+        The first Ctrl-C asks all ranks to save and end, the second ends them at once.
 
         Raises:
-            RankError: As ``poll``.
+            RankError: As ``poll``, or a signal ended the ranks while they did not train.
             KeyboardInterrupt: After Ctrl-C, when all have ended.
         """
         interrupted = False
@@ -91,12 +92,29 @@ class RankProcesses:
                     time.sleep(POLL_S)
                 except KeyboardInterrupt:
                     if interrupted:
+                        self._signal(signal.SIGKILL)
                         raise
                     interrupted = True
-                    logger.warning("Ctrl-C: saving a checkpoint; press it again to end at once")
+                    logger.warning("Ctrl-C: asking the ranks to save and end; press it again to end at once")
                     self._signal(signal.SIGTERM)
+                except RankError:
+                    if not self._ended_as_asked():
+                        raise
+                    break
         if interrupted:
             raise KeyboardInterrupt
+        if self._ended_as_asked():
+            raise RankError(
+                "a signal ended the run while it did not train, so nothing was saved then",
+                fix="start the same command again: it continues from the latest complete checkpoint, if any",
+            )
+
+    def _ended_as_asked(self) -> bool:
+        """Return whether a rank was ended by a signal that this object had passed on."""
+        return any(-number in self._asked for number in self._exit_codes() if number < 0)
+
+    def _exit_codes(self) -> list[int]:
+        return [process.returncode for process in self.processes if process.returncode is not None]
 
     def stop(self) -> None:
         """End all ranks that still run; waits for them."""
@@ -112,6 +130,7 @@ class RankProcesses:
                 process.wait()
 
     def _signal(self, number: int) -> None:
+        self._asked.add(number)
         for process in self.processes:
             if process.poll() is None:
                 process.send_signal(number)
@@ -147,7 +166,7 @@ def _rank_error(processes: Sequence[subprocess.Popen[bytes]], first: int, stuck:
 
     Args:
         processes: All ranks, ended.
-        first: The first that was seen to fail.
+        first: The lowest rank that was seen to fail first.
         stuck: Ranks that did not end by themselves.
     """
     codes = {rank: process.returncode for rank, process in enumerate(processes) if rank not in stuck}

@@ -29,6 +29,7 @@ from omni_pipeline.app.sinks import (
     MultiMetrics,
     configure_logging,
     has_evaluation,
+    num_steps_trained,
 )
 from omni_pipeline.app.wire import (
     Stream,
@@ -65,9 +66,10 @@ def run_rank(config: RunConfig, place: Environment) -> None:
         _run(config, place)
     except OmniError as error:
         _fail(error, place)
-    except RuntimeError as error:
+    except Exception as error:  # the process boundary: tell it and end before the others notice
         if not _is_lost_peer(error):
-            raise
+            logger.exception("this rank failed")
+            _fail(RankError(f"{type(error).__name__}: {error}", where=f"rank {place.rank}"), place)
         logger.debug("lost a peer", exc_info=True)
         _fail(RankError("another rank left the run", where=str(error).splitlines()[0][:200]), place)
 
@@ -84,11 +86,12 @@ def _fail(error: OmniError, place: Environment) -> NoReturn:
     os._exit(error.exit_code)
 
 
-def _is_lost_peer(error: RuntimeError) -> bool:
+def _is_lost_peer(error: Exception) -> bool:
     """gloo tells by text only that a connection has gone."""
     text = str(error).lower()
-    return isinstance(error, dist.DistError) or any(
-        sign in text for sign in ("connection closed by peer", "connection reset", "broken pipe", "timed out")
+    signs = "connection closed by peer", "connection reset", "broken pipe", "timed out"
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and any(sign in text for sign in signs)
     )
 
 
@@ -105,7 +108,7 @@ def _run(config: RunConfig, place: Environment) -> None:
     dist.barrier()
     if place.rank == 0:
         # Loaders run ahead: what failed in steps beyond the end was never part of this run.
-        Quarantine.forget_from(run.folder.quarantine_path, run.folder.last_step() + 1)
+        Quarantine.forget_from(run.folder.quarantine_path, num_steps_trained(run.folder.metrics_path))
         logger.info("report: %s", report_of(run.folder.path))
     dist.destroy_process_group()
 
@@ -127,8 +130,11 @@ class _Run:
             for source in config.evaluation.sources
         }
         self.folder = RunDir(config.run.dir).make()
+        self.lock = self.folder.lock() if self.rank == 0 else None
         self.digests = section_digests(config)
         self.jsonl = JsonlMetrics(self.folder.metrics_path) if self.rank == 0 else None
+        if self.rank == 0:
+            self.folder.write_settings(config.model_dump(mode="json"))
         self.last_plan: StepPlan | None = None
 
     def prepare_model(self) -> None:
@@ -165,8 +171,6 @@ class _Run:
         metrics = self._metrics()
         with self._loader(self.stream) as loader:
             progress = self._resume(loader)
-            if self.rank == 0:
-                self.folder.write_settings(config.model_dump(mode="json"))
             end = train(
                 self.learner,
                 self._remembering(loader),
@@ -182,6 +186,8 @@ class _Run:
                 progress=progress,
                 after_step=lambda num_steps: self._after_step(num_steps, metrics),
             )
+        if self.rank == 0 and progress.num_steps >= config.run.steps:
+            logger.info("%s of %s steps were done already", progress.num_steps, config.run.steps)
         if not end.progress.num_steps:
             raise DataError("the data ended before the first step", fix="add data, or raise order.epochs")
         if end.reason != "signal" and not self._is_evaluated(end.progress.num_steps - 1):
@@ -200,6 +206,7 @@ class _Run:
         return build_loader(
             self.config,
             stream,
+            tokenizer=self.tokenizer,
             topology=self.topology,
             rank=self.rank,
             quarantine=quarantine or self.folder.quarantine_path,
@@ -252,7 +259,7 @@ class _Run:
         """
         answer = [0]
         if self.rank == 0:
-            answer = [self.folder.last_step() + 1]
+            answer = [num_steps_trained(self.folder.metrics_path)]
             Quarantine.forget_from(self.folder.quarantine_path, answer[0])
         dist.broadcast_object_list(answer, src=0)
         return answer[0]

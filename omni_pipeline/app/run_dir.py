@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from omni_pipeline.core.errors import ConfigError
 
@@ -44,6 +45,25 @@ class RunDir:
             ) from error
         return self
 
+    def lock(self) -> BinaryIO:
+        """Claim the folder for one run; the claim ends with the process, whatever ends it.
+
+        Returns:
+            The open lock file: keep it as long as the run writes.
+
+        Raises:
+            ConfigError: Another run holds it.
+        """
+        file = (self.path / ".lock").open("wb")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.close()
+            raise ConfigError(
+                f"another run writes to {self.path}", fix="wait for it to end, or give another run.dir"
+            ) from error
+        return file
+
     @property
     def metrics_path(self) -> Path:
         """JSONL, one object per step; steps done again after a resume appear again."""
@@ -56,7 +76,7 @@ class RunDir:
 
     def quarantine_of(self, held_out: str) -> Path:
         """JSONL of bad samples of one held-out source."""
-        return self.path / f"quarantine-{held_out}.jsonl"
+        return self.path / f"held-out-quarantine-{held_out}.jsonl"
 
     @property
     def gallery_path(self) -> Path:
@@ -77,7 +97,7 @@ class RunDir:
         return [Event(step=int(line["step"]), text=str(line["text"])) for line in self._lines("events.jsonl")]
 
     def last_step(self) -> int:
-        """Return the last step with metrics, -1 if none; cheap enough to ask again and again."""
+        """Return the step of the last line of the metrics, -1 if there is none; reads the whole file."""
         lines = self._lines(self.metrics_path.name)
         return int(lines[-1]["step"]) if lines else -1
 
@@ -107,7 +127,7 @@ class RunDir:
         """Whole lines only: a run may be writing, or may have been killed while it wrote."""
         path = self.path / name
         found = []
-        for line in path.read_text(encoding="utf-8").split("\n") if path.exists() else []:
+        for line in path.read_text(encoding="utf-8", errors="replace").split("\n") if path.exists() else []:
             try:
                 found.append(json.loads(line))
             except ValueError:

@@ -168,6 +168,16 @@ def read_metrics(path: Path) -> dict[str, MetricValues]:
     return merge_attempts(read_attempts(path))
 
 
+def num_steps_trained(path: Path) -> int:
+    """Return the steps that a run has trained since its last fresh start, also those lost to a kill."""
+    furthest = 0
+    for attempt in read_attempts(path) if path.exists() else []:
+        if attempt.times:
+            reached = attempt.last_step + 1
+            furthest = reached if attempt.first_step == 0 else max(furthest, reached)
+    return furthest
+
+
 def has_evaluation(path: Path, step: int, *, sets: Sequence[str]) -> bool:
     """Return whether the file has an evaluation of every one of ``sets`` recorded at ``step``."""
     metrics = read_metrics(path) if path.exists() else {}

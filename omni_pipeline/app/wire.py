@@ -110,7 +110,13 @@ def training_stream(config: RunConfig, tokenizer: Tokenizer) -> Stream:
     Raises:
         ConfigError: A source is missing, empty, or without an index.
     """
-    return _stream(config, config.sources, tokenizer, order=config.order)
+    stream = _stream(config, config.sources, tokenizer, order=config.order)
+    if not any(source.has_labels for source in stream.sources if stream.is_drawn(source.name)):
+        raise ConfigError(
+            "no source has text that is trained on, so there is nothing to learn",
+            fix="add a text field with loss to a source whose weight is above 0",
+        )
+    return stream
 
 
 def held_out_stream(config: RunConfig, source: SourceConfig, tokenizer: Tokenizer) -> Stream:
@@ -143,7 +149,13 @@ def cost_model(config: RunConfig) -> CostModel:
 
 
 def build_loader(
-    config: RunConfig, stream: Stream, *, topology: Topology, rank: int, quarantine: Path
+    config: RunConfig,
+    stream: Stream,
+    *,
+    tokenizer: Tokenizer,
+    topology: Topology,
+    rank: int,
+    quarantine: Path,
 ) -> OmniLoader:
     """Return the loader of one rank over ``stream``, at its beginning."""
     from loaders.loader import OmniLoader  # imports torch
@@ -153,13 +165,12 @@ def build_loader(
         name: tuple(modality for modality, encoder in ENCODER_OF.items() if encoder == name)
         for name in ENCODERS
     }
-    special = build_tokenizer(config).special
     return OmniLoader(
         config.loader,
         order=stream.order_of_group(place.group, topology),
         planner=build_planner(config, topology),
         place=place,
-        model=ModelInputs(sizes=config.model.sizes, special=special, encoders=encoders),
+        model=ModelInputs(sizes=config.model.sizes, special=tokenizer.special, encoders=encoders),
         tokenizer_path=config.tokenizer.path,
         quarantine=quarantine,
         identity=stream.identity,
@@ -177,11 +188,6 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
     tokenizer = build_tokenizer(config)
     build_planner(config, topology)
     stream = training_stream(config, tokenizer)
-    if not any(source.has_labels for source in stream.sources if stream.is_drawn(source.name)):
-        raise ConfigError(
-            "no source has text that is trained on, so there is nothing to learn",
-            fix="add a text field with loss to a source whose weight is above 0",
-        )
     for group in range(topology.num_groups):
         stream.order_of_group(group, topology)
     for source in config.evaluation.sources:

@@ -193,7 +193,7 @@ def test_ctrl_c_saves_a_checkpoint_and_exits_130(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     code, errors = end(process)
     assert code == 130, errors
-    assert "Ctrl-C: saving a checkpoint" in errors
+    assert "Ctrl-C: asking the ranks to save and end" in errors
     assert "Traceback" not in errors
     assert len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1
 
@@ -208,3 +208,26 @@ def test_a_bad_sample_is_quarantined_and_the_run_goes_on(tmp_path: Path) -> None
     records = [json.loads(line) for line in (tmp_path / "run" / "quarantine.jsonl").read_text().splitlines()]
     kinds = {(record["source"], record["key"], record["stage"]) for record in records}
     assert kinds == {("captions", "000003", "decode")}
+
+
+def test_a_second_run_on_the_same_folder_is_refused(tmp_path: Path) -> None:
+    run_file = make_run(tmp_path, steps=500)
+    process = start_omni("train", str(run_file))
+    wait_for_step(tmp_path / "run", 1)
+    second = omni("train", str(run_file))
+    assert second.returncode == 2, second.stderr
+    assert f"another run writes to {tmp_path / 'run'}" in second.stderr
+    process.send_signal(signal.SIGTERM)
+    code, errors = end(process)
+    assert code == 0, errors
+
+
+def test_ctrl_c_while_the_ranks_start_exits_130(tmp_path: Path) -> None:
+    process = start_omni("train", str(make_run(tmp_path)), "--nproc", "2")
+    deadline = time.monotonic() + 30
+    while len(psutil.Process(process.pid).children()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    code, errors = end(process)
+    assert code == 130, errors
+    assert "Traceback" not in errors

@@ -69,7 +69,7 @@ def make_rank_groups(topology: Topology, *, device: torch.device) -> RankGroups:
     if topology.ranks_per_replica != 1:
         raise ConfigError(
             f"tp x cp x pp = {topology.ranks_per_replica}, but a replica of this trainer is one rank",
-            fix="set llm.parallel tp, cp and pp to 1",
+            fix="make a layout with tp, cp and pp of 1",
         )
     rank = dist.get_rank()
     found: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
