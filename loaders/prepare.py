@@ -13,9 +13,10 @@ A manifest: one object per line, one sample per object. By field:
 - any other string: a path; the member is the field's name, a dot, and the file's suffix.
 - numbers, lists, objects: kept together as member ``json``.
 
-Shards are WebDataset tars, written beside their final name and moved when complete; a call that fails or is
-interrupted removes what it wrote. The order is that of the sorted paths, or of the lines; nothing depends on
-the clock, so equal input gives equal shards.
+Shards are WebDataset tars, written beside their final name and moved when complete. A call that fails or is
+ended by Ctrl-C or SIGTERM removes what it wrote. One that is killed cannot: its ``.tar.part`` stays, and
+while there is one the next call refuses the place. The order is that of the sorted paths, or of the lines;
+nothing depends on the clock, so equal input gives equal shards.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ import glob
 import json
 import os
 import re
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any, BinaryIO
 
 from loaders.decode.text import load_tokenizer
-from loaders.index import OTHER, IndexReport, index_path, index_shards, modality_of
+from loaders.index import INDEX_SUFFIX, OTHER, IndexReport, index_path, index_shards, modality_of
 from omni_pipeline.core.errors import ConfigError, DataError
 
 MAX_KEY_CHARS = 200
@@ -73,8 +77,8 @@ class _Entry:
     members: Mapping[str, Path | bytes]
 
 
-class _Part:
-    """The one shard that is being written, under a name of its own until it is complete."""
+class _OpenShard:
+    """The one shard that is being written: ``<its name>.part`` until it is complete."""
 
     def __init__(self) -> None:
         self._file: BinaryIO | None = None
@@ -82,31 +86,37 @@ class _Part:
 
     def open(self, path: str) -> BinaryIO:
         """Begin the shard ``path``; return the file to write to."""
-        self._path = path
-        self._file = open(f"{path}.part", "wb")  # noqa: SIM115 - closed by `publish` or `discard`
+        self._path = path  # first, so that an interruption between the two leaves nothing behind
+        self._file = open(_unfinished(path), "wb")  # noqa: SIM115 - closed by `publish` or `discard`
         return self._file
 
     def publish(self) -> None:
         """Close the file and give it the shard's name."""
         if self._file is not None:
             self._file.close()
-            os.replace(f"{self._path}.part", self._path)
-            self._file = None
+            os.replace(_unfinished(self._path), self._path)
+            self._file, self._path = None, ""
 
     def discard(self) -> None:
         """Close and remove the file, if there is one."""
         if self._file is not None:
             with contextlib.suppress(OSError):  # a full disk refuses the last buffer again
                 self._file.close()
-            Path(f"{self._path}.part").unlink(missing_ok=True)
-            self._file = None
+        if self._path:
+            Path(_unfinished(self._path)).unlink(missing_ok=True)
+        self._file, self._path = None, ""
+
+
+def _unfinished(shard: str) -> str:
+    """Return where ``shard`` (a path, or a pattern of several) lies while it is written."""
+    return f"{shard}.part"
 
 
 @dataclass
 class _Tally:
     """What has been written or left out so far."""
 
-    part: _Part = field(default_factory=_Part)
+    open_shard: _OpenShard = field(default_factory=_OpenShard)
     shards: list[str] = field(default_factory=list)
     num_samples: int = 0
     num_bytes: int = 0
@@ -126,7 +136,8 @@ def prepare(
 ) -> PrepareSummary:
     """Write the samples of ``inputs`` as ``out/<name>-000000.tar`` and so on, and index them.
 
-    Everything named is checked before the first byte is written. No shard is ever empty.
+    Everything named is checked before the first byte is written. No shard is ever empty. In the main thread,
+    SIGTERM takes effect only after what was written is removed; one that was ignored stays so.
 
     Args:
         inputs: Folders or ``.jsonl`` manifests.
@@ -137,8 +148,8 @@ def prepare(
 
     Raises:
         ConfigError: An input is missing or holds no sample, a manifest names a missing file or is no JSON
-            (with the line), ``out`` is no folder or already has shards of this name, or ``name`` is no
-            part of a file's name.
+            (with the line), ``out`` is no folder or already has shards of this name, complete or not, or
+            ``name`` cannot begin a file's name.
         DataError: A shard cannot be written.
     """
     if max_count < 1 or max_bytes < 1:
@@ -154,7 +165,7 @@ def prepare(
         )
     tally = _Tally()
     on_sample = None if progress is None else lambda: progress(tally.num_samples, num_samples)
-    with _all_or_nothing(out, tally):
+    with _unwound_by_sigterm(), _all_or_nothing(out, tally):
         _write_shards(_entries(paths, tally), out, name, tally, (max_count, max_bytes), on_sample)
         reports = index_shards(tally.shards, tokenizer_path=tokenizer_path)
     return PrepareSummary(
@@ -175,11 +186,55 @@ def _check_place(out: Path, name: str) -> None:
         )
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file, not a folder", fix="choose a folder for the shards")
-    if old := sorted(out.glob(f"{glob.escape(name)}-*.tar")):
+    pattern = f"{glob.escape(name)}-*.tar"
+    old = sorted(out.glob(pattern))
+    if cut := sorted(out.glob(_unfinished(pattern))):
+        raise ConfigError(
+            f"an earlier call was killed: the shards of this name ({len(old)}) are not all of its samples",
+            where=str(cut[0]),
+            fix=f"remove those shards, their {INDEX_SUFFIX} files and the .part, or choose another folder or "
+            "name; if that call still runs, wait for it",
+        )
+    if old:
         raise ConfigError(
             f"{out} already holds {len(old)} shards of this name, e.g. {old[0].name}",
             fix="choose another folder or name, or remove them",
         )
+
+
+class _TerminatedError(BaseException):
+    """SIGTERM came. Not an ``Exception``, so that nothing takes it for a failure that can be passed over."""
+
+
+@contextlib.contextmanager
+def _unwound_by_sigterm() -> Iterator[None]:
+    """Let the first SIGTERM unwind the block, then take effect as it would have without this.
+
+    Does nothing outside the main thread, where signals cannot be handled, or if SIGTERM is ignored or was
+    set up by another language.
+    """
+    previous = signal.getsignal(signal.SIGTERM)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or previous in (signal.SIG_IGN, None):
+        yield
+        return
+    came = False
+
+    def unwind(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if not came:  # another one must not end the clean-up
+            came = True
+            raise _TerminatedError
+
+    try:
+        signal.signal(signal.SIGTERM, unwind)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+        if came:
+            signal.raise_signal(signal.SIGTERM)
+            # Only here if the caller has a handler that returns; the call was cut short all the same.
+            raise SystemExit(128 + signal.SIGTERM) from None
 
 
 @contextlib.contextmanager
@@ -239,7 +294,7 @@ def _write_shards(
             writer.post = None
             with contextlib.suppress(OSError):  # a full disk refuses the tar's end again
                 writer.close()
-        tally.part.discard()
+        tally.open_shard.discard()
         raise
 
 
@@ -247,11 +302,11 @@ def _shard_writer(out: Path, name: str, tally: _Tally, limits: tuple[int, int]) 
     from webdataset.writer import ShardWriter  # it brings much that only this command needs
 
     def start(path: str) -> BinaryIO:
-        return tally.part.open(path)
+        return tally.open_shard.open(path)
 
     def finish(path: str) -> None:
         tally.shards.append(path)  # first, so that an interruption between the two leaves nothing behind
-        tally.part.publish()
+        tally.open_shard.publish()
 
     pattern = str(out / name).replace("%", "%%") + "-%06d.tar"
     return ShardWriter(

@@ -5,7 +5,11 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
+import subprocess
+import sys
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +227,88 @@ def test_a_full_disk_is_told_without_a_traceback_and_leaves_nothing(
     with pytest.raises(DataError, match="cannot write shards: No space left on device"):
         prepare(folder_of(tmp_path / "in", caption_members(1)), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+STOPPED_BY = """
+import os, sys
+from pathlib import Path
+from loaders.prepare import prepare
+def stop(done, total):
+    if done == 4:
+        os.kill(os.getpid(), int(sys.argv[3]))
+prepare(Path(sys.argv[1]), Path(sys.argv[2]), max_count=2, progress=stop)
+"""
+
+
+def stopped_by(number: int, root: Path, out: Path) -> int:
+    """Run ``prepare`` in a process that sends itself a signal after four samples; return how it ended."""
+    command = [sys.executable, "-c", STOPPED_BY, str(root), str(out), str(int(number))]
+    ended = subprocess.run(
+        command, cwd=Path(__file__).parents[2], timeout=60, check=False, capture_output=True
+    )
+    assert ended.stderr == b""
+    return ended.returncode
+
+
+def test_sigterm_ends_the_process_as_ever_but_leaves_nothing(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(6))
+    assert stopped_by(signal.SIGTERM, root, tmp_path / "out") == -signal.SIGTERM
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_a_killed_call_left_is_not_taken_for_a_whole_set(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(6))
+    out = tmp_path / "out"
+    assert stopped_by(signal.SIGKILL, root, out) == -signal.SIGKILL
+    left = sorted(path.name for path in out.iterdir())
+    assert left == ["shard-000000.tar", "shard-000001.tar.part"]
+    with pytest.raises(
+        ConfigError, match=r"earlier call was killed: the shards of this name \(1\)"
+    ) as caught:
+        prepare(root, out)
+    assert caught.value.where == str(out / "shard-000001.tar.part")
+    assert "remove those shards, their .index.arrow files and the .part" in caught.value.fix
+    assert prepare(root, out, name="more").num_samples == 6
+    for name in left:
+        (out / name).unlink()
+    assert prepare(root, out).num_samples == 6
+
+
+def test_a_handler_of_sigterm_is_called_after_the_clean_up_and_stays(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(6))
+    out = tmp_path / "out"
+    found: list[bool] = []
+
+    def handler(*_: Any) -> None:
+        found.append(out.exists())
+
+    def stop(done: int, _: int) -> None:
+        if done == 4:
+            signal.raise_signal(signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            prepare(root, out, max_count=2, progress=stop)
+        assert (found, caught.value.code) == ([False], 143)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        assert prepare(root, out).num_samples == 6
+        assert signal.getsignal(signal.SIGTERM) is handler
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        assert prepare(root, out, name="more", max_count=2, progress=stop).num_samples == 6
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_it_works_outside_the_main_thread_too(tmp_path: Path) -> None:
+    root = folder_of(tmp_path / "in", caption_members(1))
+    thread = threading.Thread(target=prepare, args=(root, tmp_path / "out"))
+    thread.start()
+    thread.join(60)
+    assert [path.name for path in sorted((tmp_path / "out").iterdir())] == [
+        "shard-000000.tar",
+        "shard-000000.tar.index.arrow",
+    ]
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../a", "a\\b", "a\0"])
