@@ -94,13 +94,7 @@ class OmniLoader:
         self._decoder: Decoder | None = None
         self._root: BaseNode[Batch | _Failed] | None = None
         self._held_bytes = 0
-        self._finished = False
         self._closed = False
-
-    @property
-    def finished(self) -> bool:
-        """Whether the last batch was ``exhausted``."""
-        return self._finished
 
     @property
     def peak_bytes(self) -> int:
@@ -131,7 +125,6 @@ class OmniLoader:
             raise item.error
         self._held_bytes = item.num_bytes
         self._state = item.state
-        self._finished = item.exhausted
         timings = {**item.timings, "wait_s": time.monotonic() - begin}
         return replace(item, timings=timings)
 
@@ -193,8 +186,9 @@ class OmniLoader:
     def _start(self) -> BaseNode[Batch | _Failed]:
         step = self._state["step"]
         known = self._quarantine.honour(step, until=self._honour_until)
-        if known:
-            logger.info("%s failures recorded from step %s on will be repeated", known, step)
+        if known and self._place.leads_group:
+            failures = "failure" if known == 1 else "failures"
+            logger.info("%s %s of steps from %s on will be repeated", known, failures, step)
         self._decoder = self._make_decoder()
         steps = StepPlanner(
             self._order,

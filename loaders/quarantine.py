@@ -4,13 +4,16 @@ One file per run takes the records of all ranks: each record is one line, writte
 descriptor opened with O_APPEND, so lines of several processes never mix. A crash can cut the last line
 only; reading skips it with a warning.
 
-A failure is part of what the run has trained on. A resumed run must see it again, or its labels would differ
-from those of the run before it (known fault: another skip on resume). So records of steps that were trained
-and run again are honoured: those samples fail again at that step, without decoding and without a second
-record. Steps that were only prefetched were never trained, so their records bind nobody: a sample that was
-mended since is read as it is. Which steps were trained the loader cannot know; it is told (``until``), and
-``Quarantine.forget_from`` takes the other records out of the file before they could be taken for failures of
-the steps that run in their place.
+A failure is part of what the run has trained on. Steps that were trained after the checkpoint that a run
+resumes from are trained again, and must see the failure again, or their labels would differ (known fault:
+another skip on resume). So the records of these steps, and of no others, are honoured: those samples fail
+again at that step, without decoding and without a second record. From there on a sample that was mended is
+read as it is. Steps that were only prefetched were never trained, so their records bind nobody. Which steps
+were trained the loader cannot know; it is told (``until``), and ``Quarantine.forget_from`` takes the other
+records out of the file before they could be taken for failures of the steps that run in their place.
+
+Records of stage "plan" are of samples that were never in a step. The order leaves them out again by itself,
+so there is nothing to honour.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ from omni_pipeline.core.sample import SampleId
 logger = logging.getLogger(__name__)
 
 MIN_JUDGED_SAMPLES = 100
+# Stage of a sample that fits no pack: it was never in the step that its record names.
+PLAN_STAGE = "plan"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +53,7 @@ class QuarantineRecord:
         member: Tar member or column of the segment that failed.
         offset: First byte of that segment in the shard.
         length: Its bytes.
-        stage: Where it failed: "fetch", "decode", "worker" or "assemble".
+        stage: Where it failed: "fetch", "decode", "worker" or "assemble"; "plan" if it fits no pack.
         reason: The error's message.
         rank: Rank that met it.
         time: Seconds since the epoch (UTC).
@@ -133,13 +138,14 @@ class Quarantine:
         Returns:
             How many failures are honoured.
         """
-        found: dict[int, set[SampleId]] = {}
-        for record in read_quarantine(self.path):
-            if record.step >= step:
-                found.setdefault(record.step, set()).add(record.sample_id)
-        self._on_file = frozenset((at, sample_id) for at, ids in found.items() for sample_id in ids)
+        records = [record for record in read_quarantine(self.path) if record.step >= step]
+        self._on_file = frozenset((record.step, record.sample_id) for record in records)
         last = step if until is None else until
-        self._known = {at: frozenset(ids) for at, ids in found.items() if at < last}
+        found: dict[int, set[SampleId]] = {}
+        for record in records:
+            if record.step < last and record.stage != PLAN_STAGE:
+                found.setdefault(record.step, set()).add(record.sample_id)
+        self._known = {at: frozenset(ids) for at, ids in found.items()}
         return sum(len(ids) for ids in self._known.values())
 
     def known(self, step: int) -> frozenset[SampleId]:
@@ -147,14 +153,25 @@ class Quarantine:
         return self._known.get(step, frozenset())
 
     def add(self, record: QuarantineRecord) -> None:
-        """Append ``record``, unless this step's failure of the sample is on file already."""
+        """Append ``record``, unless this step's failure of the sample is on file already.
+
+        Raises:
+            DataError: The file cannot be written.
+        """
         if (record.step, record.sample_id) in self._on_file:
             return
         logger.debug("rank %s quarantines %s of %s: %s", self._rank, record.key, record.shard, record.reason)
         line = _line(record)
-        if self._descriptor is None:
-            self._descriptor = self._open()
-        written = os.write(self._descriptor, line)
+        try:
+            if self._descriptor is None:
+                self._descriptor = self._open()
+            written = os.write(self._descriptor, line)
+        except OSError as error:
+            raise DataError(
+                f"a record of a bad sample cannot be written: {error.strerror}",
+                where=str(self.path),
+                fix="make room on that disk, or make the run's folder writable",
+            ) from error
         if written != len(line):
             raise DataError(
                 f"only {written} of {len(line)} bytes of a record were written",
@@ -179,10 +196,14 @@ class Quarantine:
     def _open(self) -> int:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        size = os.fstat(descriptor).st_size
-        if size and os.pread(descriptor, 1, size - 1) != b"\n":
-            # A crash cut the last line. Without this the first record of this run would be glued to it.
-            os.write(descriptor, b"\n")
+        try:
+            size = os.fstat(descriptor).st_size
+            if size and os.pread(descriptor, 1, size - 1) != b"\n":
+                # A crash cut the last line. Without this the first record of this run would be glued to it.
+                os.write(descriptor, b"\n")
+        except OSError:
+            os.close(descriptor)
+            raise
         return descriptor
 
 
@@ -234,10 +255,6 @@ class ErrorBudget:
                 self._bad[sample_id.source] = self._bad.get(sample_id.source, 0) + 1
         for source in sorted(self._bad):
             self._judge(source)
-
-    def bad_fraction(self, source: str) -> float:
-        """Return failed / handled samples of ``source`` on this rank."""
-        return self._bad.get(source, 0) / max(1, self._handled.get(source, 0))
 
     def _judge(self, source: str) -> None:
         handled, bad = self._handled[source], self._bad[source]

@@ -25,7 +25,7 @@ from loaders.assemble import (
 from loaders.budget import ByteBudget
 from loaders.decode.segment import DecodeRequest
 from loaders.packing import Dropped
-from loaders.quarantine import ErrorBudget, Quarantine, QuarantineRecord
+from loaders.quarantine import PLAN_STAGE, ErrorBudget, Quarantine, QuarantineRecord
 from loaders.workers import Decoded, Decoder, Failure
 from omni_pipeline.core.batch import Batch, MicroBatch
 from omni_pipeline.core.plan import Pack, Planner, StepPlan
@@ -210,7 +210,7 @@ class StepPlanner:
                     member="",
                     offset=0,
                     length=0,
-                    stage="plan",
+                    stage=PLAN_STAGE,
                     reason=item.reason,
                     rank=self._place.rank,
                 )

@@ -231,8 +231,7 @@ def test_a_broken_picture_keeps_its_place_without_labels_and_is_recorded_once(
 ) -> None:
     num_failures = 0
     with make_loader(damaged, quarantine=quarantine, epochs=1) as loader:
-        while not loader.finished:
-            batch = next(loader)
+        for batch in loader:
             for microbatch in batch.microbatches:
                 for span in microbatch.spans:
                     labels = microbatch.labels[span.start : span.end]
@@ -241,6 +240,8 @@ def test_a_broken_picture_keeps_its_place_without_labels_and_is_recorded_once(
                         num_failures += 1
                         assert span.key == BROKEN_KEY
                         assert set(microbatch.tokens[span.start : span.end]) == {ByteTokenizer.special.eos}
+            if batch.exhausted:
+                break
     assert num_failures == 1
     (record,) = read_quarantine(quarantine)
     assert (record.source, record.key, record.member) == ("captions", BROKEN_KEY, f"{BROKEN_KEY}.jpg")
@@ -264,7 +265,7 @@ def failing_step(batches: list[list[Any]]) -> int:
 
 
 def test_a_trained_failure_is_repeated_though_the_bytes_are_good_and_not_recorded_twice(
-    tmp_path: Path, quarantine: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quarantine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     decoded: list[str] = []
     submit = InlineDecoder.submit
@@ -274,6 +275,7 @@ def test_a_trained_failure_is_repeated_though_the_bytes_are_good_and_not_recorde
         return submit(decoder, request)
 
     monkeypatch.setattr(InlineDecoder, "submit", counting)
+    caplog.set_level("INFO")
     data = make_data(tmp_path / "data", broken=True)
     loader = make_loader(data, quarantine=quarantine, prefetch_steps=1)
     start = loader.state_dict()
@@ -290,11 +292,14 @@ def test_a_trained_failure_is_repeated_though_the_bytes_are_good_and_not_recorde
     assert read_quarantine(quarantine) == records
     assert f"{BROKEN_KEY}.jpg" not in decoded
     assert decoded
+    assert "1 failure of steps from 0 on will be repeated" in caplog.messages
 
+    caplog.clear()
     for honour_until in (None, failed_at):
         fresh = make_loader(data, quarantine=quarantine)
         fresh.load_state_dict(start, honour_until=honour_until)
         assert not any(item[1] for item in take(fresh, failed_at + 1))
+    assert not any("will be repeated" in message for message in caplog.messages)
 
 
 def test_a_fresh_start_honours_no_record_of_an_earlier_run(tmp_path: Path, quarantine: Path) -> None:
@@ -526,10 +531,10 @@ def test_a_source_whose_data_changed_is_refused_by_name(good: Data, quarantine: 
 def test_after_the_last_sample_batches_are_empty_and_say_so(good: Data, quarantine: Path) -> None:
     with make_loader(good, quarantine=quarantine, epochs=1) as loader:
         seen: list[Any] = []
-        while not loader.finished:
-            batch = next(loader)
+        for batch in loader:
             seen.extend(span.id for item in batch.microbatches for span in item.spans)
-        assert batch.exhausted
+            if batch.exhausted:
+                break
         assert len(seen) == len(set(seen)) == 18
         after = next(loader)
         assert after.exhausted
