@@ -137,11 +137,6 @@ class WorkerPool:
             self._tasks.put(task)
         return task.future
 
-    def worker_pids(self) -> list[int]:
-        """Return the process ids of the live workers."""
-        with self._lock:
-            return sorted(worker.pid for worker in self._workers.values())
-
     def close(self) -> None:
         """Stop all workers and fail what was not done; no process or thread is left. May be called again."""
         with self._lock:

@@ -390,6 +390,20 @@ def test_ranks_share_the_work_of_a_step_and_lose_nothing(good: Data, quarantine:
             loader.close()
 
 
+def test_only_the_first_rank_of_a_group_tells_of_repeated_failures(
+    damaged: Data, quarantine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    failed_at = failing_step(take(make_loader(damaged, quarantine=quarantine), 4))
+    caplog.set_level("INFO")
+    topology = Topology(world_size=2, replicas_per_group=0)
+    for rank in (0, 1):
+        caplog.clear()
+        with make_loader(damaged, quarantine=quarantine, topology=topology, rank=rank) as loader:
+            loader.load_state_dict(loader.state_dict(), honour_until=failed_at + 1)
+            next(loader)
+        assert any("will be repeated" in message for message in caplog.messages) == (rank == 0)
+
+
 def test_states_of_groups_merge_and_load_at_another_number_of_groups(good: Data, quarantine: Path) -> None:
     two = Topology(world_size=2, replicas_per_group=1)
     loaders = [make_loader(good, quarantine=quarantine, topology=two, rank=rank) for rank in range(2)]

@@ -28,6 +28,12 @@ def pool() -> Iterator[WorkerPool]:
         yield made
 
 
+def worker_pids() -> list[int]:
+    """Return the ids of this process's decode workers."""
+    children = psutil.Process().children()
+    return sorted(child.pid for child in children if "loaders.worker_main" in child.cmdline())
+
+
 def until(condition: Callable[[], bool], *, timeout_s: float) -> bool:
     end = time.monotonic() + timeout_s
     while not condition():
@@ -53,15 +59,15 @@ def test_an_exception_in_a_job_is_a_failure_and_the_worker_lives_on(pool: Worker
     decoded = pool.submit(("raise", "no such thing")).result(ANSWER_S)
     assert decoded.array is None
     assert decoded.failure == Failure("decode", "ValueError: no such thing")
-    before = pool.worker_pids()
+    before = worker_pids()
     assert pool.submit(("fill", 1, 1)).result(ANSWER_S).failure is None
-    assert pool.worker_pids() == before
+    assert worker_pids() == before
 
 
 def test_a_stuck_worker_is_killed_at_the_deadline_and_replaced() -> None:
     with WorkerPool(1, settings=None, deadline_s=0.3, job=JOB) as pool:
         assert pool.submit(("fill", 1, 1)).result(ANSWER_S).failure is None
-        (stuck,) = pool.worker_pids()
+        (stuck,) = worker_pids()
         decoded = pool.submit(("stick",)).result(ANSWER_S)
         assert decoded.failure == Failure("worker", "deadline of 0.3 s passed")
         assert not psutil.pid_exists(stuck)
@@ -83,7 +89,7 @@ def test_a_job_that_kills_every_worker_fails_and_the_pool_lives_on(pool: WorkerP
 
 def test_an_idle_worker_that_was_killed_costs_no_job(pool: WorkerPool) -> None:
     pool.submit(("fill", 1, 1)).result(ANSWER_S)
-    (pid,) = pool.worker_pids()
+    (pid,) = worker_pids()
     os.kill(pid, signal.SIGKILL)
     assert pool.submit(("fill", 1, 1)).result(ANSWER_S).failure is None
 
@@ -113,7 +119,7 @@ def test_close_ends_busy_workers_and_waiting_jobs_at_once_and_twice_is_once() ->
         pool.submit(("fill", 1, 1)).result(ANSWER_S)
     stuck = [pool.submit(("stick",)) for _ in range(4)]
     assert until(lambda: sum(future.running() for future in stuck) == 2, timeout_s=ANSWER_S)
-    pids = pool.worker_pids()
+    pids = worker_pids()
     begin = time.monotonic()
     pool.close()
     pool.close()
@@ -132,10 +138,11 @@ def test_workers_are_gone_soon_after_their_parent_was_killed(tmp_path: Path) -> 
     code = f"""
 import time
 from loaders.workers import WorkerPool
+from tests.loaders.test_workers import worker_pids
 pool = WorkerPool(2, settings=None, deadline_s=600, job={JOB!r})
 pool.submit(("spin", {str(marker)!r}))
 pool.submit(("fill", 1, 1)).result(60)
-print(*pool.worker_pids(), flush=True)
+print(*worker_pids(), flush=True)
 time.sleep(600)
 """
     root = str(Path(__file__).parents[2])
@@ -159,11 +166,12 @@ def test_ctrl_c_ends_parent_and_workers_without_a_word_of_the_workers() -> None:
     code = f"""
 import time
 from loaders.workers import WorkerPool
+from tests.loaders.test_workers import worker_pids
 try:
     with WorkerPool(1, settings=None, deadline_s=600, job={JOB!r}) as pool:
         pool.submit(("fill", 1, 1)).result(60)
         pool.submit(("stick",))
-        print(*pool.worker_pids(), flush=True)
+        print(*worker_pids(), flush=True)
         time.sleep(600)
 except KeyboardInterrupt:
     print("stopped", flush=True)
