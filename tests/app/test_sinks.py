@@ -220,13 +220,13 @@ def test_every_log_line_names_its_rank(
 
 def test_steps_trained_are_those_of_the_furthest_attempt_since_the_last_fresh_start(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    assert num_steps_trained(path) == 0
+    assert sinks.num_steps_trained(path) == 0
     spans = [(0, 18), (10, 12), (10, 11), (0, 3), (2, 5), (4, 4)]
     reached = []
     for first, last in spans:
-        metrics = JsonlMetrics(path)
+        metrics = sinks.JsonlMetrics(path)
         for step in range(first, last + 1):
             metrics.record("trainer/loss", 1.0, step)
         metrics.close()
-        reached.append(num_steps_trained(path))
+        reached.append(sinks.num_steps_trained(path))
     assert reached == [19, 19, 19, 4, 6, 6]
