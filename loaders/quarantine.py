@@ -125,7 +125,7 @@ class Quarantine:
         temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
         temporary.write_bytes(b"".join(_line(record) for record in records if record.step < step))
         os.replace(temporary, path)
-        logger.info("%s failures of steps that were not trained are kept as %s", len(stale), aside)
+        logger.info("failures of steps that were not trained: %s, kept as %s", len(stale), aside)
         return aside
 
     def honour(self, step: int, *, until: int | None) -> int:

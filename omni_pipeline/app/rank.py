@@ -298,6 +298,9 @@ class _Run:
                     settings=self.digests,
                 )[name]
             if self.rank == 0:
+                if not sums.num_labels:
+                    where = self.folder.quarantine_of(name)
+                    logger.warning("held-out %s: no sample could be judged; see %s", name, where)
                 metrics.record(f"evaluation/{name}/loss", sums.loss, step)
                 metrics.record(f"evaluation/{name}/accuracy", sums.accuracy, step)
                 logger.info("held-out %s: loss %.4f, accuracy %.4f", name, sums.loss, sums.accuracy)

@@ -64,7 +64,7 @@ def figures(run: RunData, marks: Sequence[Mark]) -> dict[str, Figure | None]:
         ),
         "fill": Figure(
             "Pack fill",
-            "Used positions of the sequences; the rest is padding.",
+            "Used share of seq_len; packs are not padded, the rest is left unused.",
             line_chart(
                 [Line("pack fill", *get("loader/pack_fill", NO_VALUES), 1, "smooth")],
                 label="Share of positions used",

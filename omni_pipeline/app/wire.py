@@ -27,6 +27,7 @@ from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
 from trainer.config import ModelConfig
+from trainer.parallel.config import ranks_per_copy
 
 if TYPE_CHECKING:
     from loaders.loader import OmniLoader
@@ -194,12 +195,8 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
         held_out_stream(config, source, tokenizer)
     parts = [("llm", config.llm), *((f"encoders.{name}", part) for name, part in config.encoders.items())]
     for prefix, part in parts:
-        shard = part.parallel.dp_shard
-        if shard > 0 and world_size % shard:
-            raise ConfigError(
-                f"setting '{prefix}.parallel.dp_shard': {shard} does not divide the world size {world_size}",
-                fix="choose a divisor of the number of ranks, or -1 for all of them",
-            )
+        setting = f"{prefix}.parallel.dp_shard"
+        ranks_per_copy(part.parallel.dp_shard, world_size=world_size, setting=setting)
 
 
 def section_digests(config: RunConfig) -> dict[str, str]:

@@ -6,8 +6,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,149 +13,26 @@ import numpy as np
 import psutil
 import pytest
 
-from balancer.planner import BalanceConfig, GroupPlanner
-from loaders.assemble import ModelInputs
+from balancer.planner import GroupPlanner
 from loaders.decode.segment import DecodeRequest
 from loaders.decode.text import ByteTokenizer
-from loaders.index import index_shards
 from loaders.loader import OmniLoader, merge_states
-from loaders.loader_config import LoaderConfig
-from loaders.order import Order, OrderConfig
 from loaders.quarantine import QuarantineRecord, read_quarantine
-from loaders.source import Source, SourceConfig, open_source
-from loaders.step import Place
 from loaders.workers import InlineDecoder
-from omni_pipeline.core.batch import IGNORE_LABEL, Batch
-from omni_pipeline.core.errors import DataError, PlanError, StateMismatchError
-from omni_pipeline.core.sample import Modality
-from omni_pipeline.core.sizes import AudioSizes, ModelSizes, VisionSizes
+from omni_pipeline.core.batch import IGNORE_LABEL
+from omni_pipeline.core.errors import DataError, PlanError
 from omni_pipeline.core.topology import Topology
-from tests.balancer.worlds import cost_model
-from tests.support.resume import assert_resumes_anywhere
-from tests.support.shards import caption_members, image_bytes, talk_members, write_tar
-
-SIZES = ModelSizes(vision=VisionSizes(min_pixels=28 * 28, max_pixels=56 * 56), audio=AudioSizes(num_mels=16))
-MODEL = ModelInputs(
-    sizes=SIZES,
-    special=ByteTokenizer.special,
-    encoders={"vision": (Modality.IMAGE, Modality.VIDEO), "audio": (Modality.AUDIO,)},
+from tests.support.loading import (
+    BROKEN_KEY,
+    MODEL,
+    Data,
+    content,
+    make_data,
+    make_loader,
+    take,
 )
-WEIGHTS = {"captions": 0.6, "talks": 0.4}
-BROKEN_KEY = "000004"
-
-
-@dataclass(frozen=True)
-class Data:
-    """Two sources, and where the run keeps its records."""
-
-    sources: tuple[Source, ...]
-    folder: Path
-
-
-def make_data(folder: Path, *, broken: bool, num_captions: int = 12) -> Data:
-    """Captions in two shards, talks in one; ``broken`` cuts a JPEG in half, so that its header is right."""
-    members = caption_members(num_captions)
-    if broken:
-        whole = image_bytes(
-            84, 56, seed=4, pixels=np.random.default_rng(0).integers(0, 255, (56, 84, 3), "u1")
-        )
-        members[f"{BROKEN_KEY}.jpg"] = whole[: len(whole) // 2]
-    names = list(members)
-    folder.mkdir(exist_ok=True)
-    for number, part in enumerate((names[:12], names[12:])):
-        write_tar(folder / f"captions-{number}.tar", {name: members[name] for name in part})
-    write_tar(folder / "talks-0.tar", talk_members(6))
-    index_shards(sorted(str(path) for path in folder.glob("*.tar")))
-    sources = [
-        SourceConfig(
-            name=name,
-            shards=str(folder / f"{name}-*.tar"),
-            layout={"kind": "fields", "fields": [suffix, "txt"]},
-        )
-        for name, suffix in (("captions", "jpg"), ("talks", "wav"))
-    ]
-    return Data(tuple(open_source(item, SIZES, ByteTokenizer()) for item in sources), folder)
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("good"), broken=False)
-
-
-@pytest.fixture(scope="module")
-def damaged(tmp_path_factory: pytest.TempPathFactory) -> Data:
-    return make_data(tmp_path_factory.mktemp("damaged"), broken=True)
-
-
-def identity_of(sources: Iterable[Source], *, seed: int = 7) -> dict[str, Any]:
-    """As the run makes it."""
-    return {"seed": seed, "sources": {source.name: source.fingerprint for source in sources}}
-
-
-def make_loader(
-    data: Data,
-    *,
-    quarantine: Path,
-    topology: Topology | None = None,
-    rank: int = 0,
-    epochs: int | None = None,
-    identity: Mapping[str, Any] | None = None,
-    weights: Mapping[str, float] | None = None,
-    **settings: Any,
-) -> OmniLoader:
-    layout = topology or Topology(world_size=1)
-    order_config = OrderConfig(lanes=4, packs_per_step=4, seq_len=96, look_ahead=4, epochs=epochs)
-    place = Place(layout, rank)
-    order = Order(
-        order_config,
-        sources=data.sources,
-        weights=weights or WEIGHTS,
-        seed=7,
-        lanes=[lane for lane in range(4) if lane % layout.num_groups == place.group],
-    )
-    planner = GroupPlanner(
-        layout,
-        cost_model=cost_model(),
-        config=BalanceConfig(),
-        num_lanes=4,
-        packs_per_step=4,
-        encoders=tuple(MODEL.encoders),
-    )
-    return OmniLoader(
-        LoaderConfig(**{"num_workers": 0, "max_bad_fraction": 1.0, **settings}),
-        order=order,
-        planner=planner,
-        place=place,
-        model=MODEL,
-        tokenizer_path=None,
-        quarantine=quarantine,
-        identity=identity or identity_of(data.sources),
-    )
-
-
-def content(batch: Batch) -> list[Any]:
-    """All that training sees of a batch, and its state."""
-    found: list[Any] = [batch.plan.digest, sorted(batch.failed), batch.num_bytes, batch.exhausted]
-    for microbatch in batch.microbatches:
-        arrays: list[np.ndarray[Any, Any]] = [microbatch.tokens, microbatch.labels, microbatch.positions]
-        arrays.append(microbatch.cu_seqlens)
-        for encoder, item in microbatch.inputs.items():
-            found.append(encoder)
-            arrays.extend([item.values, item.grids])
-        arrays.extend([microbatch.reshard.send_rows, microbatch.reshard.recv_positions])
-        found.extend((array.dtype.str, array.shape, array.tobytes()) for array in arrays)
-        found.append(microbatch.spans)
-    return [*found, {**batch.state, "saved_with": None}]
-
-
-def take(loader: OmniLoader, num_batches: int) -> list[list[Any]]:
-    with loader:
-        return [content(next(loader)) for _ in range(num_batches)]
-
-
-@pytest.fixture
-def quarantine(tmp_path: Path) -> Path:
-    return tmp_path / "run" / "quarantine.jsonl"
+from tests.support.resume import assert_resumes_anywhere
+from tests.support.shards import image_bytes
 
 
 def test_every_position_resumes_to_the_same_rest_even_with_a_broken_sample(
@@ -427,121 +302,6 @@ def test_states_of_groups_merge_and_load_at_another_number_of_groups(good: Data,
     assert set(merged["lanes"]) == {"0", "1", "2", "3"}
 
 
-def test_states_that_do_not_fit_are_refused_and_change_nothing(good: Data, quarantine: Path) -> None:
-    with make_loader(good, quarantine=quarantine) as loader:
-        next(loader)
-        state = loader.state_dict()
-        with pytest.raises(RuntimeError, match="after the first batch"):
-            loader.load_state_dict(state)
-    with (
-        make_loader(good, quarantine=quarantine, identity=identity_of(good.sources, seed=8)) as loader,
-        pytest.raises(StateMismatchError, match="'seed' was 7 when saved, is 8 here"),
-    ):
-        loader.load_state_dict(state)
-    with make_loader(good, quarantine=quarantine) as loader:
-        before = loader.state_dict()
-        for broken in (
-            {**state, "version": 99},
-            {**state, "identity": 5},
-            {**state, "identity": {**state["identity"], "sources": ["captions"]}},
-            {**state, "step": -1},
-            {**state, "lanes": None},
-            {**state, "lanes": {"0": state["lanes"]["0"]}},
-        ):
-            with pytest.raises(StateMismatchError):
-                loader.load_state_dict(broken)
-            assert loader.state_dict() == before
-    other = {**state, "step": 5}
-    with pytest.raises(StateMismatchError, match="are of steps 1 and 5"):
-        merge_states([state, other])
-    with pytest.raises(StateMismatchError, match="no loader state"):
-        merge_states([])
-
-
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        ({"video_backend": "decord"}, "'loader.video_backend' was 'pyav' when saved, is 'decord' here"),
-        ({"max_image_pixels": 1000}, "'loader.max_image_pixels' was 178956970 when saved, is 1000 here"),
-    ],
-)
-def test_a_run_resumes_only_with_the_settings_that_decide_what_media_decode_to(
-    good: Data, quarantine: Path, setting: dict[str, Any], message: str
-) -> None:
-    with make_loader(good, quarantine=quarantine) as loader:
-        state = loader.state_dict()
-    with make_loader(good, quarantine=quarantine, **setting) as loader:
-        with pytest.raises(StateMismatchError, match=message):
-            loader.load_state_dict(state)
-        assert loader.state_dict()["identity"]["loader"] != state["identity"]["loader"]
-    free: dict[str, Any] = {"num_workers": 1, "prefetch_steps": 5, "deadline_s": 3.0, "max_bad_fraction": 0.5}
-    with make_loader(good, quarantine=quarantine, **free) as loader:
-        loader.load_state_dict(state)
-
-
-def places(state: Mapping[str, Any], source: str) -> list[int]:
-    """Where every lane stands in ``source``."""
-    return [lane["sources"][source]["position"] for lane in state["lanes"].values()]
-
-
-def test_sources_are_added_removed_and_reweighted_and_the_others_keep_their_place(
-    good: Data, quarantine: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write_tar(tmp_path / "more-0.tar", caption_members(5))
-    index_shards([str(tmp_path / "more-0.tar")])
-    config = SourceConfig(
-        name="more", shards=str(tmp_path / "more-0.tar"), layout={"kind": "fields", "fields": ["jpg", "txt"]}
-    )
-    more = open_source(config, SIZES, ByteTokenizer())
-    captions, talks = good.sources
-    with make_loader(good, quarantine=quarantine) as loader:
-        for _ in range(3):
-            next(loader)
-        state = json.loads(json.dumps(loader.state_dict()))
-
-    def resumed(sources: list[Source], weights: dict[str, float]) -> dict[str, Any]:
-        caplog.clear()
-        data = Data(tuple(sources), good.folder)
-        with make_loader(data, quarantine=quarantine, weights=weights) as loader, caplog.at_level("INFO"):
-            loader.load_state_dict(state)
-            loaded = loader.state_dict()
-            seen = {
-                span.id.source
-                for _ in range(6)
-                for microbatch in next(loader).microbatches
-                for span in microbatch.spans
-            }
-        assert seen == set(weights)
-        return loaded
-
-    loaded = resumed([captions, talks, more], {"captions": 0.2, "talks": 0.5, "more": 0.3})
-    assert places(loaded, "captions") == places(state, "captions")
-    assert places(loaded, "talks") == places(state, "talks")
-    assert places(loaded, "more") == [0] * 4
-    assert "sources added since the state was saved, read from their start: more" in caplog.text
-
-    loaded = resumed([talks], {"talks": 1.0})
-    assert places(loaded, "talks") == places(state, "talks")
-    assert any(places(loaded, "talks"))
-    assert "sources removed since the state was saved, their place is lost: captions" in caplog.text
-
-    loaded = resumed([captions, talks], {"captions": 0.9, "talks": 0.1})
-    assert loaded["lanes"] == state["lanes"]
-    assert "since the state was saved" not in caplog.text
-
-
-def test_a_source_whose_data_changed_is_refused_by_name(good: Data, quarantine: Path, tmp_path: Path) -> None:
-    with make_loader(good, quarantine=quarantine) as loader:
-        state = loader.state_dict()
-    other = make_data(tmp_path / "other", broken=False, num_captions=11)
-    with make_loader(other, quarantine=quarantine) as loader:
-        before = loader.state_dict()
-        with pytest.raises(StateMismatchError, match="the data of source 'captions' changed") as caught:
-            loader.load_state_dict(state)
-        assert "another name" in caught.value.fix
-        assert loader.state_dict() == before
-
-
 def test_after_the_last_sample_batches_are_empty_and_say_so(good: Data, quarantine: Path) -> None:
     with make_loader(good, quarantine=quarantine, epochs=1) as loader:
         seen: list[Any] = []
@@ -558,22 +318,17 @@ def test_after_the_last_sample_batches_are_empty_and_say_so(good: Data, quaranti
             assert [len(item.values) for item in microbatch.inputs.values()] == [0, 0]
 
 
-@pytest.fixture
-def settled() -> Iterator[None]:
-    before = set(threading.enumerate())
-    yield
-    assert set(threading.enumerate()) <= before
-    assert not decode_workers()
-
-
-@pytest.mark.usefixtures("settled")
 def test_close_leaves_no_thread_and_no_process_at_any_moment(good: Data, quarantine: Path) -> None:
+    before = set(threading.enumerate())
     for num_batches in (0, 2):
         loader = make_loader(good, quarantine=quarantine, num_workers=2, prefetch_steps=3)
         for _ in range(num_batches):
             next(loader)
         loader.close()
         loader.close()
+        assert set(threading.enumerate()) <= before
+        assert not decode_workers()
     blocked = make_loader(good, quarantine=quarantine, prefetch_steps=3, prefetch_bytes=1)
     next(blocked)
     blocked.close()
+    assert set(threading.enumerate()) <= before

@@ -48,7 +48,9 @@ def _exchange(
     return received.detach(), positions, rows.grad
 
 
-def _check(routes: list[list[list[int]]], num_rows: list[int], *, dtype: torch.dtype = torch.float32) -> None:
+def _check_exchange(
+    routes: list[list[list[int]]], num_rows: list[int], *, dtype: torch.dtype = torch.float32
+) -> None:
     results = run_ranks(len(routes), _exchange, args=(routes, num_rows, dtype))
     for rank, (received, positions, gradient) in enumerate(results):
         wanted = [
@@ -67,26 +69,26 @@ def _check(routes: list[list[list[int]]], num_rows: list[int], *, dtype: torch.d
 
 
 def test_one_rank_only_reorders_its_rows() -> None:
-    _check([[[2, 0, 1]]], [3])
+    _check_exchange([[[2, 0, 1]]], [3])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 def test_rows_arrive_by_sender_and_gradients_return_to_them(dtype: torch.dtype) -> None:
-    _check([[[1], [0, 2]], [[], [3, 1, 0]]], [3, 4], dtype=dtype)
+    _check_exchange([[[1], [0, 2]], [[], [3, 1, 0]]], [3, 4], dtype=dtype)
 
 
 def test_a_row_sent_to_two_ranks_gets_the_sum_of_their_gradients() -> None:
-    _check([[[0, 0], [0]], [[1], [0]]], [1, 2])
+    _check_exchange([[[0, 0], [0]], [[1], [0]]], [1, 2])
 
 
 def test_four_ranks_with_a_silent_one_and_a_deaf_one() -> None:
     silent: list[list[int]] = [[], [], [], []]
-    _check([[[0], [1], [], [2]], silent, [[], [0, 1], [], []], [[1], [], [], [0]]], [3, 0, 2, 2])
+    _check_exchange([[[0], [1], [], [2]], silent, [[], [0, 1], [], []], [[1], [], [], [0]]], [3, 0, 2, 2])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_no_row_anywhere_still_runs_both_ways(world_size: int) -> None:
-    _check([[[] for _ in range(world_size)] for _ in range(world_size)], [0] * world_size)
+    _check_exchange([[[] for _ in range(world_size)] for _ in range(world_size)], [0] * world_size)
 
 
 def _misfits(rank: int) -> list[str]:

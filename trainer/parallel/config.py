@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from omni_pipeline.core.errors import ConfigError
+
 Precision = Literal["fp32", "bf16"]
 
 
@@ -32,3 +34,23 @@ class ParallelConfig(BaseModel):
         if value < 1 and value != -1:
             raise ValueError("must be at least 1, or -1 for all ranks")
         return value
+
+
+def ranks_per_copy(dp_shard: int, *, world_size: int, setting: str) -> int:
+    """Return how many ranks share one copy of the parameters.
+
+    Args:
+        dp_shard: As in ``ParallelConfig``; -1: all ranks.
+        world_size: Ranks of the run.
+        setting: Name of the setting, for the message.
+
+    Raises:
+        ConfigError: ``dp_shard`` does not divide the number of ranks.
+    """
+    shard = world_size if dp_shard == -1 else dp_shard
+    if world_size % shard:
+        raise ConfigError(
+            f"setting {setting!r}: {shard} does not divide the number of ranks, {world_size}",
+            fix="choose a divisor of the number of ranks, or -1 for all of them",
+        )
+    return shard

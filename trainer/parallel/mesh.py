@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.topology import Topology
+from trainer.parallel.config import ranks_per_copy
 
 REPLICATE_AXIS = "dp_replicate"
 SHARD_AXIS = "dp_shard"
@@ -97,12 +98,7 @@ def make_module_mesh(*, device: torch.device, dp_shard: int, setting: str) -> De
         ConfigError: ``dp_shard`` does not divide the number of ranks.
     """
     world_size = dist.get_world_size()
-    shard = world_size if dp_shard == -1 else dp_shard
-    if world_size % shard:
-        raise ConfigError(
-            f"setting {setting!r}: {shard} does not divide the number of ranks, {world_size}",
-            fix="choose a divisor of the number of ranks, or -1 for all of them",
-        )
+    shard = ranks_per_copy(dp_shard, world_size=world_size, setting=setting)
     if shard == world_size:
         return init_device_mesh(device.type, (world_size,), mesh_dim_names=(SHARD_AXIS,))
     shape = (world_size // shard, shard)

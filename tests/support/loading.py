@@ -1,0 +1,134 @@
+"""A loader over small real shards, and what training sees of its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from balancer.planner import BalanceConfig, GroupPlanner
+from loaders.assemble import ModelInputs
+from loaders.decode.text import ByteTokenizer
+from loaders.index import index_shards
+from loaders.loader import OmniLoader
+from loaders.loader_config import LoaderConfig
+from loaders.order import Order, OrderConfig
+from loaders.source import Source, SourceConfig, open_source
+from loaders.step import Place
+from omni_pipeline.core.batch import Batch
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.sizes import AudioSizes, ModelSizes, VisionSizes
+from omni_pipeline.core.topology import Topology
+from tests.balancer.worlds import cost_model
+from tests.support.shards import caption_members, image_bytes, talk_members, write_tar
+
+SIZES = ModelSizes(vision=VisionSizes(min_pixels=28 * 28, max_pixels=56 * 56), audio=AudioSizes(num_mels=16))
+MODEL = ModelInputs(
+    sizes=SIZES,
+    special=ByteTokenizer.special,
+    encoders={"vision": (Modality.IMAGE, Modality.VIDEO), "audio": (Modality.AUDIO,)},
+)
+WEIGHTS = {"captions": 0.6, "talks": 0.4}
+BROKEN_KEY = "000004"
+
+
+@dataclass(frozen=True)
+class Data:
+    """Two sources, and where the run keeps its records."""
+
+    sources: tuple[Source, ...]
+    folder: Path
+
+
+def make_data(folder: Path, *, broken: bool, num_captions: int = 12) -> Data:
+    """Captions in two shards, talks in one; ``broken`` cuts a JPEG in half, so that its header is right."""
+    members = caption_members(num_captions)
+    if broken:
+        whole = image_bytes(
+            84, 56, seed=4, pixels=np.random.default_rng(0).integers(0, 255, (56, 84, 3), "u1")
+        )
+        members[f"{BROKEN_KEY}.jpg"] = whole[: len(whole) // 2]
+    names = list(members)
+    folder.mkdir(exist_ok=True)
+    for number, part in enumerate((names[:12], names[12:])):
+        write_tar(folder / f"captions-{number}.tar", {name: members[name] for name in part})
+    write_tar(folder / "talks-0.tar", talk_members(6))
+    index_shards(sorted(str(path) for path in folder.glob("*.tar")))
+    sources = [
+        SourceConfig(
+            name=name,
+            shards=str(folder / f"{name}-*.tar"),
+            layout={"kind": "fields", "fields": [suffix, "txt"]},
+        )
+        for name, suffix in (("captions", "jpg"), ("talks", "wav"))
+    ]
+    return Data(tuple(open_source(item, SIZES, ByteTokenizer()) for item in sources), folder)
+
+
+def identity_of(sources: Iterable[Source], *, seed: int = 7) -> dict[str, Any]:
+    """As the run makes it."""
+    return {"seed": seed, "sources": {source.name: source.fingerprint for source in sources}}
+
+
+def make_loader(
+    data: Data,
+    *,
+    quarantine: Path,
+    topology: Topology | None = None,
+    rank: int = 0,
+    epochs: int | None = None,
+    identity: Mapping[str, Any] | None = None,
+    weights: Mapping[str, float] | None = None,
+    **settings: Any,
+) -> OmniLoader:
+    layout = topology or Topology(world_size=1)
+    order_config = OrderConfig(lanes=4, packs_per_step=4, seq_len=96, look_ahead=4, epochs=epochs)
+    place = Place(layout, rank)
+    order = Order(
+        order_config,
+        sources=data.sources,
+        weights=weights or WEIGHTS,
+        seed=7,
+        lanes=[lane for lane in range(4) if lane % layout.num_groups == place.group],
+    )
+    planner = GroupPlanner(
+        layout,
+        cost_model=cost_model(),
+        config=BalanceConfig(),
+        num_lanes=4,
+        packs_per_step=4,
+        encoders=tuple(MODEL.encoders),
+    )
+    return OmniLoader(
+        LoaderConfig(**{"num_workers": 0, "max_bad_fraction": 1.0, **settings}),
+        order=order,
+        planner=planner,
+        place=place,
+        model=MODEL,
+        tokenizer_path=None,
+        quarantine=quarantine,
+        identity=identity or identity_of(data.sources),
+    )
+
+
+def content(batch: Batch) -> list[Any]:
+    """All that training sees of a batch, and its state."""
+    found: list[Any] = [batch.plan.digest, sorted(batch.failed), batch.num_bytes, batch.exhausted]
+    for microbatch in batch.microbatches:
+        arrays: list[np.ndarray[Any, Any]] = [microbatch.tokens, microbatch.labels, microbatch.positions]
+        arrays.append(microbatch.cu_seqlens)
+        for encoder, item in microbatch.inputs.items():
+            found.append(encoder)
+            arrays.extend([item.values, item.grids])
+        arrays.extend([microbatch.reshard.send_rows, microbatch.reshard.recv_positions])
+        found.extend((array.dtype.str, array.shape, array.tobytes()) for array in arrays)
+        found.append(microbatch.spans)
+    return [*found, {**batch.state, "saved_with": None}]
+
+
+def take(loader: OmniLoader, num_batches: int) -> list[list[Any]]:
+    with loader:
+        return [content(next(loader)) for _ in range(num_batches)]
