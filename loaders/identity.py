@@ -10,10 +10,21 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from loaders.loader_config import LoaderConfig
 from omni_pipeline.core.errors import StateMismatchError
 from omni_pipeline.core.state import check_head
 
 logger = logging.getLogger(__name__)
+
+STATE_VERSION = 2
+
+
+def full_identity(order: Mapping[str, Any], config: LoaderConfig) -> dict[str, Any]:
+    """Return the identity of a loader: that of its order, and how it decodes.
+
+    How media are decoded changes the numbers that are trained on, though not the order.
+    """
+    return {**order, "loader": config.model_dump(include={"video_backend", "max_image_pixels"})}
 
 
 def check_identity(
@@ -39,6 +50,21 @@ def check_identity(
     bare = {**state, "identity": _without_sources(saved)}
     check_head(bare, version=version, identity=_without_sources(identity), where=where)
     _check_sources(saved.get("sources", {}), identity.get("sources", {}), where=where, announce=announce)
+
+
+def step_and_lanes(state: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
+    """Return the next step and the lanes of a loader's state.
+
+    Raises:
+        StateMismatchError: It is damaged.
+    """
+    step, lanes = state.get("step"), state.get("lanes")
+    if not isinstance(step, int) or step < 0 or not isinstance(lanes, Mapping):
+        raise StateMismatchError(
+            f"loader state has step {step!r} and lanes of type {type(lanes).__name__}",
+            fix="resume from another checkpoint: this one is damaged",
+        )
+    return step, lanes
 
 
 def _without_sources(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,12 +26,11 @@ from torchdata.nodes import BaseNode, Mapper, Prefetcher
 
 from loaders.assemble import ModelInputs
 from loaders.budget import ByteBudget
-from loaders.decode.segment import DecodeSettings
-from loaders.identity import check_identity
+from loaders.identity import STATE_VERSION, check_identity, full_identity, step_and_lanes
 from loaders.loader_config import LoaderConfig
 from loaders.order import merge_states as merge_lanes
 from loaders.quarantine import Quarantine
-from loaders.step import PackOrder, Place, PlannedStep, StepAssembler, StepPlanner
+from loaders.step import PackOrder, Place, PlannedStep, StepAssembler, StepPlanner, decode_settings
 from loaders.workers import Decoder, InlineDecoder, WorkerPool
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.errors import StateMismatchError
@@ -40,7 +39,6 @@ from omni_pipeline.core.state import check_head
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 2
 _ASSEMBLED_AHEAD = 1
 
 
@@ -85,9 +83,7 @@ class OmniLoader:
         self._model = model
         self._tokenizer_path = tokenizer_path
         self._quarantine = Quarantine(quarantine, rank=place.rank)
-        # How media are decoded changes the numbers that are trained on, though not the order.
-        decoding = config.model_dump(include={"video_backend", "max_image_pixels"})
-        self._identity = {**identity, "loader": decoding}
+        self._identity = full_identity(identity, config)
         self._budget = ByteBudget(config.prefetch_bytes)
         self._state = self._full_state(0, order.state_dict())
         self._honour_until: int | None = None
@@ -158,7 +154,7 @@ class OmniLoader:
             where="loader state",
             announce=self._place.rank == 0,
         )
-        step, lanes = _step_and_lanes(state)
+        step, lanes = step_and_lanes(state)
         self._order.load_state_dict(lanes)
         self._state = self._full_state(step, self._order.state_dict())
         self._honour_until = honour_until
@@ -215,12 +211,7 @@ class OmniLoader:
 
     def _make_decoder(self) -> Decoder:
         config = self._config
-        settings = DecodeSettings(
-            sizes=self._model.sizes,
-            tokenizer_path=self._tokenizer_path,
-            max_image_pixels=config.max_image_pixels,
-            video_backend=config.video_backend,
-        )
+        settings = decode_settings(config, model=self._model, tokenizer_path=self._tokenizer_path)
         if config.num_workers == 0:
             return InlineDecoder(settings)
         return WorkerPool(config.num_workers, settings=settings, deadline_s=config.deadline_s)
@@ -310,13 +301,3 @@ def _guarded(assembler: StepAssembler) -> Any:
             return _Failed(error)
 
     return build
-
-
-def _step_and_lanes(state: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
-    step, lanes = state.get("step"), state.get("lanes")
-    if not isinstance(step, int) or step < 0 or not isinstance(lanes, Mapping):
-        raise StateMismatchError(
-            f"loader state has step {step!r} and lanes of type {type(lanes).__name__}",
-            fix="resume from another checkpoint: this one is damaged",
-        )
-    return step, lanes

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from loaders.assemble import (
@@ -23,9 +24,10 @@ from loaders.assemble import (
     segment_of,
 )
 from loaders.budget import ByteBudget
-from loaders.decode.segment import DecodeRequest
+from loaders.decode.segment import DecodeRequest, DecodeSettings
+from loaders.loader_config import LoaderConfig
 from loaders.packing import Dropped
-from loaders.quarantine import PLAN_STAGE, ErrorBudget, Quarantine, QuarantineRecord
+from loaders.quarantine import PLAN_STAGE, ErrorBudget, QuarantineRecord
 from loaders.workers import Decoded, Decoder, Failure
 from omni_pipeline.core.batch import Batch, MicroBatch
 from omni_pipeline.core.plan import Pack, Planner, StepPlan
@@ -55,6 +57,18 @@ class PackOrder(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state that has at least these lanes."""
+        ...
+
+
+class FailureRecords(Protocol):
+    """Knows what failed before, takes what fails; a ``Quarantine`` where a run is trained."""
+
+    def known(self, step: int) -> frozenset[SampleId]:
+        """Return the samples that failed at ``step`` when it was trained before."""
+        ...
+
+    def add(self, record: QuarantineRecord) -> None:
+        """Take a failed sample."""
         ...
 
 
@@ -139,7 +153,7 @@ class StepPlanner:
         model: ModelInputs,
         decoder: Decoder,
         budget: ByteBudget,
-        quarantine: Quarantine,
+        quarantine: FailureRecords,
         step: int,
         state_of: Callable[[int, dict[str, Any]], dict[str, Any]],
     ) -> None:
@@ -234,7 +248,7 @@ class StepAssembler:
         *,
         place: Place,
         model: ModelInputs,
-        quarantine: Quarantine,
+        quarantine: FailureRecords,
         max_bad_fraction: float,
     ) -> None:
         self._planner = planner
@@ -336,6 +350,18 @@ class StepAssembler:
         for piece in step.pieces[microbatch]:
             arrays.pop(piece, None)
         return built
+
+
+def decode_settings(
+    config: LoaderConfig, *, model: ModelInputs, tokenizer_path: Path | None
+) -> DecodeSettings:
+    """Return what a decoder of a run needs to know."""
+    return DecodeSettings(
+        sizes=model.sizes,
+        tokenizer_path=tokenizer_path,
+        max_image_pixels=config.max_image_pixels,
+        video_backend=config.video_backend,
+    )
 
 
 def _request(sample: Sample, segment: Segment) -> DecodeRequest:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,17 +34,23 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from omni_pipeline.core.errors import RankError, StateMismatchError
 from omni_pipeline.core.state import check_head
+from trainer.checkpoint_files import (
+    LOADER_NAME,
+    SEAL_NAME,
+    STATE_NAME,
+    is_complete,
+    latest,
+    numbered,
+    path_of,
+    read_loader_state,
+)
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-SEAL_NAME = "complete.json"
-STATE_NAME = "state.json"
-LOADER_NAME = "loader.json"
 TENSORS_NAME = "tensors"
 TEMPORARY_PREFIX = ".tmp-"
 START_AGAIN = "free space or mend the storage, then start again: it continues from the checkpoint before"
-_STEP_NAME = re.compile(r"step-(\d{8,})")
 
 
 @dataclass(frozen=True)
@@ -105,7 +110,7 @@ class Checkpointer:
         Raises:
             RankError: Writing failed; the earlier checkpoints are as they were. Raised on all ranks.
         """
-        path = self.folder / f"step-{progress.num_steps:08d}"
+        path = path_of(self.folder, progress.num_steps)
         draft = self.folder / f"{TEMPORARY_PREFIX}{path.name}"
         _on_first_rank(lambda: _start_draft(self.folder, draft), what=f"cannot start {draft}")
         tensors = {**self._tensors(), "rng": _rng_of_rank(dist.get_rank())}
@@ -156,8 +161,7 @@ class Checkpointer:
         set_model_state_dict(self.module, wanted["model"])
         set_optimizer_state_dict(self.module, self.optimizer, wanted["optimizer"])
         _restore_rng(wanted["rng"], dist.get_rank())
-        loader_state = json.loads((path / LOADER_NAME).read_text(encoding="utf-8"))
-        return Restored(progress=Progress(**state["progress"]), loader_state=loader_state)
+        return Restored(progress=Progress(**state["progress"]), loader_state=read_loader_state(path))
 
     def _tensors(self) -> dict[str, Any]:
         return {
@@ -166,38 +170,13 @@ class Checkpointer:
         }
 
 
-def latest(folder: Path) -> Path | None:
-    """Return the newest complete checkpoint in ``folder``, or None."""
-    for path in reversed(_numbered(folder)):
-        if is_complete(path):
-            return path
-    return None
-
-
-def is_complete(path: Path) -> bool:
-    """Return whether ``path`` has its seal and every file has the size that the seal says."""
-    try:
-        sizes = json.loads((path / SEAL_NAME).read_text(encoding="utf-8"))["sizes_bytes"]
-        return all((path / name).stat().st_size == size for name, size in sizes.items())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return False
-
-
-def _numbered(folder: Path) -> list[Path]:
-    """Return the folders named like checkpoints, by step."""
-    if not folder.is_dir():
-        return []
-    found = [(match, path) for path in folder.iterdir() if (match := _STEP_NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found, key=lambda item: int(item[0][1]))]
-
-
 def _start_draft(folder: Path, draft: Path) -> None:
     """Remove what killed processes left, then make the folder of the draft."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in folder.iterdir():
         if path.name.startswith(TEMPORARY_PREFIX):
             shutil.rmtree(path)
-    for path in _numbered(folder):
+    for _, path in numbered(folder):
         if not is_complete(path):
             logger.warning("%s is incomplete: it is removed", path)
             _remove(path)
@@ -219,7 +198,7 @@ def _publish(draft: Path, path: Path, files: dict[str, dict[str, Any]]) -> None:
 
 
 def _remove_oldest(folder: Path, keep: int) -> None:
-    for path in _numbered(folder)[:-keep]:
+    for _, path in numbered(folder)[:-keep]:
         _remove(path)
 
 

@@ -45,7 +45,8 @@ from omni_pipeline.core.errors import DataError, OmniError, RankError, StateMism
 from omni_pipeline.core.metrics import Metrics
 from omni_pipeline.core.plan import StepPlan
 from trainer.agreement import all_or_none, compare_settings
-from trainer.checkpoint import Checkpointer, Progress, is_complete, latest
+from trainer.checkpoint import Checkpointer, Progress
+from trainer.checkpoint_files import is_complete, latest
 from trainer.colocation import colocate
 from trainer.evaluation import evaluate
 from trainer.loop import LoopSettings, train

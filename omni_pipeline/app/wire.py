@@ -149,6 +149,15 @@ def cost_model(config: RunConfig) -> CostModel:
     )
 
 
+def model_inputs(config: RunConfig, tokenizer: Tokenizer) -> ModelInputs:
+    """Return what the run's model reads."""
+    encoders = {
+        name: tuple(modality for modality, encoder in ENCODER_OF.items() if encoder == name)
+        for name in ENCODERS
+    }
+    return ModelInputs(sizes=config.model.sizes, special=tokenizer.special, encoders=encoders)
+
+
 def build_loader(
     config: RunConfig,
     stream: Stream,
@@ -162,16 +171,12 @@ def build_loader(
     from loaders.loader import OmniLoader  # imports torch
 
     place = Place(topology, rank)
-    encoders = {
-        name: tuple(modality for modality, encoder in ENCODER_OF.items() if encoder == name)
-        for name in ENCODERS
-    }
     return OmniLoader(
         config.loader,
         order=stream.order_of_group(place.group, topology),
         planner=build_planner(config, topology),
         place=place,
-        model=ModelInputs(sizes=config.model.sizes, special=tokenizer.special, encoders=encoders),
+        model=model_inputs(config, tokenizer),
         tokenizer_path=config.tokenizer.path,
         quarantine=quarantine,
         identity=stream.identity,

@@ -14,7 +14,8 @@ from torch import nn
 from omni_pipeline.core.errors import RankError, StateMismatchError
 from tests.support.ranks import RanksFailedError, run_ranks
 from trainer import checkpoint
-from trainer.checkpoint import Checkpointer, Progress, latest
+from trainer.checkpoint import Checkpointer, Progress
+from trainer.checkpoint_files import LOADER_NAME, SEAL_NAME, STATE_NAME, latest
 from trainer.optimizer import build_optimizer
 from trainer.optimizer_config import OptimizerConfig
 from trainer.parallel.mesh import make_module_mesh
@@ -137,7 +138,7 @@ def test_a_damaged_checkpoint_is_not_the_latest(tmp_path: Path, damage: str) -> 
     run_ranks(1, _save_many, args=(tmp_path, 3))
     newest = tmp_path / "step-00000100"
     shard = next(path for path in newest.rglob("*.distcp") if path.stat().st_size)
-    seal = newest / checkpoint.SEAL_NAME
+    seal = newest / SEAL_NAME
     if damage == "cut":
         shard.write_bytes(shard.read_bytes()[:-1])
     elif damage == "removed":
@@ -201,6 +202,6 @@ def test_a_full_disk_is_an_error_on_all_ranks(tmp_path: Path) -> None:
 def test_the_files_beside_the_tensors_are_json(tmp_path: Path) -> None:
     run_ranks(1, _save, args=(tmp_path, -1))
     path = tmp_path / "step-00000002"
-    state = json.loads((path / checkpoint.STATE_NAME).read_text())
+    state = json.loads((path / STATE_NAME).read_text())
     assert state["saved_with"]["world_size"] == 1
-    assert json.loads((path / checkpoint.LOADER_NAME).read_text()) == {"lanes": {"0": [1, 2]}}
+    assert json.loads((path / LOADER_NAME).read_text()) == {"lanes": {"0": [1, 2]}}

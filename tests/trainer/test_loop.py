@@ -21,8 +21,9 @@ from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.topology import Topology
 from tests.support import parity
 from tests.support.ranks import run_ranks
-from trainer.checkpoint import Checkpointer, Progress, latest
+from trainer.checkpoint import Checkpointer, Progress
 from trainer.checkpoint_config import CheckpointConfig
+from trainer.checkpoint_files import latest
 from trainer.colocation import ColocatedModel, colocate
 from trainer.evaluation import evaluate
 from trainer.loop import LoopSettings, train
