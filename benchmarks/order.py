@@ -22,8 +22,8 @@ from typing import Any
 import click
 import numpy as np
 
-from loaders.mixture import Weight
 from loaders.order import Order, OrderConfig
+from loaders.weight import Weight
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.seeding import generator

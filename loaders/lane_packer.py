@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from loaders.lanes import LaneOrder
-from loaders.mixture import Mixture, charge, next_source, settle
+from loaders.mixture import Mixture, Moment, charge, next_source, settle
 from loaders.order_config import OrderConfig
 from loaders.packing import Dropped, Entry, PackBuffer, PackSizes, admit
 from omni_pipeline.core.errors import DataError, StateMismatchError
@@ -214,7 +214,7 @@ class LanePacker:
             )
 
     def _set_shares(self) -> None:
-        self._shares = self._mixture.shares(self._step, used_up=self._used_up)
+        self._shares = self._mixture.shares(Moment(self._step), used_up=self._used_up)
         settle(self._credit, self._shares)
 
     def _find_used_up(self) -> frozenset[int]:

@@ -1,85 +1,167 @@
-"""Which source next: an exact weighted mixture with one number of state per source.
+"""Mixture: the share of every source at every moment of the run.
 
-``credit`` of a source is what its share owes it, in tokens or samples. A draw of ``size`` adds ``share *
-size`` to every credit and takes ``size`` from the drawn source; the next one drawn is the one with the
-largest credit, ties by name. Shares sum to 1, so credits sum to 0.
-
-**Bound.** With S sources and M the largest size drawn: ``-M <= credit <= M * H(S - 1)``, H(n) = 1 + 1/2 +
-... + 1/n (one largest sample for two sources, 1.5 for three), even when shares change at every draw. Below:
-the drawn source has the largest of credits that sum to 0, so at least 0, and loses at most M. Above, by
-induction over draws: the mean credit of any k sources is at most ``M * (1/k + ... + 1/(S-1))``. True of k =
-S, where the mean is 0. A draw inside the set cannot raise its sum. A draw outside had a credit at least
-that of each of the k, so the mean of the k was at most the bound of those k + 1, and it grows by at most
-M/k. (The argument is that of the cup game, Adler et al. 2003.)
-
-A source that can no longer be drawn (weight zero, epochs used up) keeps no credit: all credits start again
-from zero where it owed or was owed something, so the bound holds for the others from there.
+Weights are relative. Sources and groups that stand side by side (at the top, or in the same group) compete by
+their weights, and what a group gets is shared out inside it in the same way; so the share of a source is the
+product of its part at each level. What has nothing to give (weight 0, used up, or a group in which nothing
+else is left) is left out where it stands, and its neighbours take its place.
 """
 
 from __future__ import annotations
 
+import difflib
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from loaders.weight import Clock, Curve, Weight, curve_of
 from omni_pipeline.core.errors import ConfigError
 
-Weight = float | Sequence[Sequence[float]]
-"""A constant weight, or points ``[step, weight]``: linear between them, constant before and after."""
+_CLOCKS: tuple[Clock, ...] = ("steps", "tokens")
+# A source of a smaller share would not come once in the life of any run, and its credit would lose precision.
+SMALLEST_SHARE = 1e-30
+
+
+class Moment(NamedTuple):
+    """A place in the run, on both clocks that a weight can follow.
+
+    Args:
+        step: The step being filled, from 0.
+        tokens: Tokens that the lanes of the whole run have drawn by then; may be an estimate.
+    """
+
+    step: int
+    tokens: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """A source (with its index) or a group (with its children)."""
+
+    curve: Curve
+    index: int | None = None
+    children: list[_Node] = field(default_factory=list)
+
+    def shares(self, share: float, at: Moment, used_up: frozenset[int]) -> Iterator[tuple[int, float]]:
+        """Yield (source, its part of ``share``) of all sources below that can be drawn."""
+        if self.index is not None:
+            yield self.index, share
+            return
+        drawn = [(child, weight) for child in self.children if (weight := child.weight(at, used_up)) > 0]
+        largest = max((weight for _, weight in drawn), default=0.0)
+        total = sum(weight / largest for _, weight in drawn)
+        for child, weight in drawn:
+            yield from child.shares(share * (weight / largest / total), at, used_up)
+
+    def weight(self, at: Moment, used_up: frozenset[int]) -> float:
+        """Return its weight among its neighbours, 0 where it has nothing to give."""
+        if self.index is None:
+            gives = any(child.weight(at, used_up) > 0 for child in self.children)
+        else:
+            gives = self.index not in used_up
+        return self.curve(_now(self.curve.clock, at)) if gives else 0.0
 
 
 class Mixture:
-    """The weights of all sources over the steps; immutable.
+    """The weights of all sources and groups over the run; immutable.
 
     Args:
-        weights: By source name; see ``Weight``.
+        weights: By source name.
+        group_of: Path of the group of a source, as ``web/clean``, by source name; others stand at the top.
+        groups: Weight of each group, by path.
 
     Raises:
-        ConfigError: No source, a weight that is negative or not finite, steps that do not rise, or a step at
-            which all weights are zero.
+        ConfigError: No source, a wrong weight, groups that do not fit the sources, or a moment at which
+            nothing has a weight.
     """
 
-    def __init__(self, weights: Mapping[str, Weight]) -> None:
-        self.names = tuple(sorted(weights))
-        self._points = tuple(_points(name, weights[name]) for name in self.names)
-        self._cached: tuple[int, tuple[float, ...]] | None = None
-        if not self.names:
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        *,
+        group_of: Mapping[str, str] | None = None,
+        groups: Mapping[str, Weight] | None = None,
+    ) -> None:
+        if not weights:
             raise ConfigError("the mixture has no sources", fix="add a [[sources]] table")
-        # Each weight is linear between points and never negative, so the sum is zero somewhere only if it
-        # is at a point.
-        for step in sorted({int(step) for points in self._points for step, _ in points}):
-            if sum(self.weights(step)) <= 0:
-                raise ConfigError(
-                    f"all weights are zero at step {step}",
-                    where=f"sources {', '.join(self.names)}",
-                    fix="give at least one source a positive weight at every step",
-                )
+        self.names = tuple(sorted(weights))
+        groups, group_of = groups or {}, group_of or {}
+        for problem in group_problems(group_of, groups):
+            raise ConfigError(
+                problem, fix="give every group of a source its weight in [groups], and no other"
+            )
+        nodes = {path: _Node(_curve(f"group {path!r}", weight)) for path, weight in groups.items()}
+        self._top = _Node(curve_of(1.0))
+        for path in sorted(nodes):
+            nodes.get(path.rpartition("/")[0], self._top).children.append(nodes[path])
+        # By source: its own weight and those of the groups that it is in.
+        self._curves: list[list[Curve]] = []
+        for index, name in enumerate(self.names):
+            curve = _curve(f"source {name!r}", weights[name])
+            paths = _prefixes(group_of[name]) if name in group_of else []
+            nodes.get(paths[-1] if paths else "", self._top).children.append(_Node(curve, index=index))
+            self._curves.append([curve, *(nodes[path].curve for path in paths)])
+        self._is_over_tokens = any(curve.clock == "tokens" for curves in self._curves for curve in curves)
+        self._cached: tuple[tuple[Moment, frozenset[int]], tuple[float, ...]] | None = None
+        self._check_never_empty()
 
-    def weights(self, step: int) -> tuple[float, ...]:
-        """Return the weights at ``step``, in order of ``names``, as they are set (not normalised)."""
-        if self._cached is None or self._cached[0] != step:
-            self._cached = (step, tuple(_interpolate(points, step) for points in self._points))
-        return self._cached[1]
-
-    def shares(self, step: int, *, used_up: frozenset[int] = frozenset()) -> tuple[float, ...]:
-        """Return the shares at ``step``, by ``names``: they sum to 1, or are all 0 where none can be drawn.
+    def shares(self, at: Moment, *, used_up: frozenset[int] = frozenset()) -> tuple[float, ...]:
+        """Return the shares at a moment, by ``names``: they sum to 1, or are all 0 where none can be drawn.
 
         Args:
-            step: The step being filled.
+            at: When.
             used_up: Indices of sources that have no samples left.
         """
-        weights = [0.0 if i in used_up else w for i, w in enumerate(self.weights(step))]
-        total = math.fsum(weights)
-        return tuple(weight / total for weight in weights) if total > 0 else (0.0,) * len(weights)
+        key = (at if self._is_over_tokens else Moment(at.step), used_up)
+        if self._cached is None or self._cached[0] != key:
+            shares = [0.0] * len(self.names)
+            for index, share in self._top.shares(1.0, at, used_up):
+                shares[index] = share if share >= SMALLEST_SHARE else 0.0
+            self._cached = (key, tuple(shares))
+        return self._cached[1]
 
-    def drawn_from(self, step: int) -> frozenset[int]:
-        """Return the indices of the sources with a positive weight at ``step`` or at any later one."""
-        weights = self.weights(step)
+    def drawn_from(self, at: Moment) -> frozenset[int]:
+        """Return the indices of the sources that have a share at this moment or can get one later."""
         return frozenset(
             index
-            for index, points in enumerate(self._points)
-            if weights[index] > 0 or any(at > step and weight > 0 for at, weight in points)
+            for index, curves in enumerate(self._curves)
+            if all(
+                _is_ever_positive([c for c in curves if c.clock == clock], _now(clock, at))
+                for clock in _CLOCKS
+            )
         )
+
+    def _check_never_empty(self) -> None:
+        # Weights are never negative and are constant or curved between points, so all are zero somewhere only
+        # if they are at a point; between the clocks any pair may come together.
+        at: dict[Clock, list[int]] = {
+            clock: sorted(
+                {0, *(p for curves in self._curves for c in curves if c.clock == clock for p in c.at)}
+            )
+            for clock in _CLOCKS
+        }
+        for step, tokens in itertools.product(at["steps"], at["tokens"]):
+            if not any(self.shares(Moment(step, tokens))):
+                when = f"step {step}" + (f" and {tokens} tokens" if self._is_over_tokens else "")
+                raise ConfigError(
+                    f"all weights are zero at {when}",
+                    where=f"sources {', '.join(self.names)}",
+                    fix="give at least one source a positive weight at every moment",
+                )
+
+
+def group_problems(group_of: Mapping[str, str], groups: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong between the groups that sources name and those that have a weight."""
+    used = {path: name for name in sorted(group_of) for path in _prefixes(group_of[name])}
+    for path, name in used.items():
+        if not all(path.split("/")):
+            yield f"group {group_of[name]!r} of source {name!r} has a part without a name"
+        elif path not in groups:
+            yield f"group {path!r} of source {name!r} has no weight{_nearest(path, groups)}"
+    for path in groups:
+        if path not in used:
+            yield f"no source is in group {path!r}{_nearest(path, used)}"
 
 
 def next_source(credit: Sequence[float], shares: Sequence[float]) -> int | None:
@@ -107,31 +189,33 @@ def settle(credit: list[float], shares: Sequence[float]) -> None:
             return
 
 
-def _points(name: str, weight: Weight) -> tuple[tuple[float, float], ...]:
-    where = f"source {name!r}"
-    fix = "give a number of at least 0, or a list of [step, weight] with rising steps"
-    if isinstance(weight, int | float):
-        points: tuple[tuple[float, float], ...] = ((0.0, float(weight)),)
-    else:
-        if not weight or any(len(point) != 2 for point in weight):
-            raise ConfigError(f"weight {weight!r} is no list of [step, weight] points", where=where, fix=fix)
-        points = tuple((float(point[0]), float(point[1])) for point in weight)
-    for step, value in points:
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(f"weight {value} is not a finite number of at least 0", where=where, fix=fix)
-        if not (step >= 0 and step.is_integer()):
-            raise ConfigError(f"weight has a point at step {step}, which is no step", where=where, fix=fix)
-    if any(later[0] <= earlier[0] for earlier, later in itertools.pairwise(points)):
+def _now(clock: Clock, at: Moment) -> int:
+    return at.step if clock == "steps" else at.tokens
+
+
+def _is_ever_positive(curves: Collection[Curve], now: int) -> bool:
+    """Whether at some time from ``now`` on all curves are above 0 at once."""
+    ahead = sorted({now, *(point for curve in curves for point in curve.at if point > now)})
+    between = [(first + second) // 2 for first, second in itertools.pairwise(ahead)]
+    return any(all(curve(time) > 0 for curve in curves) for time in (*ahead, *between))
+
+
+def _prefixes(path: str) -> list[str]:
+    parts = path.split("/")
+    return ["/".join(parts[: end + 1]) for end in range(len(parts))]
+
+
+def _nearest(path: str, known: Collection[str]) -> str:
+    near = difflib.get_close_matches(path, known, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _curve(where: str, weight: Weight) -> Curve:
+    try:
+        return curve_of(weight)
+    except ValueError as error:
         raise ConfigError(
-            f"steps {[int(step) for step, _ in points]} of the weight do not rise", where=where, fix=fix
-        )
-    return points
-
-
-def _interpolate(points: Sequence[tuple[float, float]], step: int) -> float:
-    if step <= points[0][0]:
-        return points[0][1]
-    for (start, first), (end, last) in itertools.pairwise(points):
-        if step < end:
-            return first + (last - first) * ((step - start) / (end - start))
-    return points[-1][1]
+            str(error),
+            where=where,
+            fix="give a number of at least 0, a list of [step, weight], or a table {points, over, curve}",
+        ) from error

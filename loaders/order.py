@@ -19,9 +19,10 @@ import numpy as np
 
 from loaders.lane_packer import LanePacker, SampleSource, SizedSource
 from loaders.lanes import LaneOrder
-from loaders.mixture import Mixture, Weight
+from loaders.mixture import Mixture, Moment
 from loaders.order_config import OrderConfig
 from loaders.packing import Dropped, admit
+from loaders.weight import Weight
 from omni_pipeline.core.errors import ConfigError, StateMismatchError
 from omni_pipeline.core.plan import Pack
 
@@ -69,7 +70,7 @@ class Order:
             )
             for source in ordered
         ]
-        ever = self._mixture.drawn_from(0)
+        ever = self._mixture.drawn_from(Moment(0))
         check_fits([source for index, source in enumerate(ordered) if index in ever], config)
         wanted = sorted(set(lanes))
         if wanted and not (wanted[0] >= 0 and wanted[-1] < config.lanes):
@@ -96,7 +97,7 @@ class Order:
         """
         if self._config.epochs is None:
             return False
-        ever = self._mixture.drawn_from(self._step)
+        ever = self._mixture.drawn_from(Moment(self._step))
         return all(lane.exhausted(ever) for lane in self._lanes.values())
 
     def next_step(self, step: int) -> list[Pack]:

@@ -25,6 +25,7 @@ from loaders.decode.text import Tokenizer
 from loaders.index import MODALITY_OF_SUFFIX, ShardIndex, member_name, modality_of, read_index
 from loaders.packing import PackSizes
 from loaders.storage import expand_shards
+from loaders.weight import Weight
 from omni_pipeline.core.errors import ConfigError, ShardError
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.sizes import ModelSizes
@@ -85,8 +86,15 @@ class SourceConfig(BaseModel):
         description="Tar shards: a path, URL, {0000..0099} pattern or glob, or a list of these."
     )
     layout: FieldsLayout = Field(description="How members make a sample.")
-    weight: float | tuple[tuple[int, float], ...] = Field(
-        1.0, description="Share of the mixture, 0 or more; or [step, weight] points, linear between."
+    weight: Weight = Field(
+        1.0,
+        description="Its part in the mixture, from 0; or [step, weight] points, linear between; or a table.",
+    )
+    group: str | None = Field(
+        None, min_length=1, description="Its group, a path as 'web/clean'; unset: beside the top groups."
+    )
+    epochs: int | None = Field(
+        None, ge=1, description="Times that it is seen, then it leaves the mixture; unset: as order.epochs."
     )
 
 

@@ -9,8 +9,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from balancer.planner import BalanceConfig
 from loaders.loader_config import LoaderConfig
+from loaders.mixture import group_problems
 from loaders.order import OrderConfig
 from loaders.source import SourceConfig
+from loaders.weight import Weight
 from trainer.checkpoint_config import CheckpointConfig
 from trainer.config import ModelConfig
 from trainer.optimizer_config import OptimizerConfig
@@ -59,6 +61,10 @@ class RunConfig(Section):
 
     run: RunSection = Field(description="What run this is.")
     sources: list[SourceConfig] = Field(min_length=1, description="The mixture.")
+    groups: dict[str, Weight] = Field(
+        default_factory=dict,
+        description="Weight of each group of sources, by path; forms as sources.N.weight.",
+    )
     order: OrderConfig = Field(description="Lanes, packs, look-ahead.")
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="Text to tokens.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Encoders and LLM.")
@@ -79,6 +85,13 @@ class RunConfig(Section):
             twice = sorted({name for name in names if names.count(name) > 1})
             if twice:
                 raise ValueError(f"source names must be unique; used twice: {', '.join(twice)}")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_fit_sources(self) -> RunConfig:
+        group_of = {source.name: source.group for source in self.sources if source.group is not None}
+        for problem in group_problems(group_of, self.groups):
+            raise ValueError(f"groups: {problem}")
         return self
 
     def encoder(self, name: Literal["vision", "audio"]) -> PartSection:

@@ -18,9 +18,11 @@ from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
 from loaders.decode.text import Tokenizer, load_tokenizer
+from loaders.mixture import Mixture, Moment
 from loaders.order import Order, OrderConfig
 from loaders.source import Source, SourceConfig, open_source
 from loaders.step import Place
+from loaders.weight import Weight
 from omni_pipeline.app.run_config import ENCODERS, RunConfig
 from omni_pipeline.app.run_dir import RunDir
 from omni_pipeline.core.errors import ConfigError
@@ -50,7 +52,7 @@ class Stream:
 
     order: OrderConfig
     sources: tuple[Source, ...]
-    weights: dict[str, Any]
+    weights: dict[str, Weight]
     seed: int
 
     def order_of_group(self, group: int, topology: Topology) -> Order:
@@ -65,8 +67,8 @@ class Stream:
 
     def is_drawn(self, name: str) -> bool:
         """Return whether the source has a weight above 0 at any step."""
-        weight = self.weights[name]
-        return weight > 0 if isinstance(weight, int | float) else any(value > 0 for _, value in weight)
+        mixture = Mixture(self.weights)
+        return mixture.names.index(name) in mixture.drawn_from(Moment(0))
 
     @property
     def identity(self) -> dict[str, Any]:

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from loaders.mixture import Weight
 from loaders.order import Order, OrderConfig, SampleSource, check_fits, merge_states, restrict
 from loaders.packing import PackSizes, media_units
+from loaders.weight import Weight
 from omni_pipeline.core.errors import ConfigError, DataError, StateMismatchError
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
