@@ -56,7 +56,7 @@ def _check_media(plan: StepPlan, where: str) -> None:
             where=where,
         )
     ranks = set(plan.ranks)
-    lengths = [pack.num_tokens for pack in plan.packs]
+    lengths = [pack.num_positions for pack in plan.packs]
     for item in plan.media:
         if item.rank not in ranks:
             raise PlanError(f"rank {item.rank} encodes media and is not of the group", where=where)
@@ -69,5 +69,6 @@ def _check_media(plan: StepPlan, where: str) -> None:
         end = item.position + item.num_rows
         if end > lengths[item.pack]:
             raise PlanError(
-                f"rows of pack {item.pack} end at {end}, behind its {lengths[item.pack]} tokens", where=where
+                f"rows of pack {item.pack} end at {end}, behind its {lengths[item.pack]} positions",
+                where=where,
             )

@@ -251,8 +251,12 @@ class CostModel:
         return media_flops(shape, segment.grid) / self.flops_per_s + self.segment_s
 
     def pack_cost(self, pack: Pack) -> float:
-        """Return the seconds that one rank would need for the pack in the LLM, forward and backward."""
-        flops = sum(sequence_flops(self.llm, sample.num_tokens) for sample in pack.samples)
+        """Return the seconds that one rank would need for the pack in the LLM, forward and backward.
+
+        Padding costs like any token: the LLM computes it.
+        """
+        lengths = [pack.padded_len or sample.num_tokens for sample in pack.samples]
+        flops = sum(sequence_flops(self.llm, length) for length in lengths)
         return flops / self.flops_per_s + self.segment_s * len(pack.samples)
 
     def transfer_cost(self, *, num_rows: int, num_messages: int) -> float:

@@ -119,7 +119,7 @@ class GroupPlanner:
 
         Raises:
             PlanError: A pack of another group's lane, twice the same, more packs than places, a pack longer
-                than the sequence, or a sample shorter than its segments.
+                than the sequence, a sample longer than its bucket or shorter than its segments.
             ConfigError: A segment of a modality that no encoder reads.
         """
         ordered = tuple(sorted(packs, key=lambda pack: (pack.lane, pack.number)))
@@ -184,19 +184,23 @@ class GroupPlanner:
             if pack.lane not in lanes:
                 raise PlanError(f"pack {pack.number} of lane {pack.lane} is of another group", where=where)
             self._check_samples(pack, where)
-            if self.layout.seq_len and pack.num_tokens > self.layout.seq_len:
+            if self.layout.seq_len and pack.num_positions > self.layout.seq_len:
                 raise PlanError(
-                    f"pack has {pack.num_tokens} tokens, limit {self.layout.seq_len}",
+                    f"pack takes {pack.num_positions} positions, limit {self.layout.seq_len}",
                     where=f"{where}, lane {pack.lane}, pack {pack.number}",
                 )
 
     def _check_samples(self, pack: Pack, where: str) -> None:
         for sample in pack.samples:
+            at = f"{where}, source {sample.id.source!r}, {sample.shard}, sample {sample.key}"
             num_tokens = sum(segment.num_tokens for segment in sample.segments)
             if num_tokens > sample.num_tokens:
                 raise PlanError(
-                    f"segments take {num_tokens} tokens, the sample says {sample.num_tokens}",
-                    where=f"{where}, source {sample.id.source!r}, {sample.shard}, sample {sample.key}",
+                    f"segments take {num_tokens} tokens, the sample says {sample.num_tokens}", where=at
+                )
+            if pack.padded_len and sample.num_tokens > pack.padded_len:
+                raise PlanError(
+                    f"sample has {sample.num_tokens} tokens, its bucket holds {pack.padded_len}", where=at
                 )
 
 

@@ -23,7 +23,8 @@ class PackRow:
         lane: Of the pack; -1 where nothing runs.
         number: Of the pack in its lane; -1 where nothing runs.
         num_samples: Samples in the pack.
-        num_tokens: Sequence positions used.
+        num_tokens: Sequence positions that hold a token of a sample.
+        num_positions: Sequence positions taken, padding included.
         num_labels: Positions with a label.
         fill: ``num_tokens`` over the sequence length, 0 to 1.
         num_media: Media segments in the pack.
@@ -38,6 +39,7 @@ class PackRow:
     number: int
     num_samples: int
     num_tokens: int
+    num_positions: int
     num_labels: int
     fill: float
     num_media: int
@@ -124,6 +126,7 @@ def _pack_row(pack: Pack, replica: int, microbatch: int, cost_model: CostModel, 
         number=pack.number,
         num_samples=len(pack.samples),
         num_tokens=pack.num_tokens,
+        num_positions=pack.num_positions,
         num_labels=pack.num_labels,
         fill=pack.num_tokens / seq_len,
         num_media=len(media),

@@ -36,14 +36,11 @@ def media_positions(pack: Pack) -> list[tuple[int, int, int]]:
     The rows stand behind the segment's start marker.
     """
     found = []
-    start = 0
-    for sample_index, sample in enumerate(pack.samples):
-        position = start
+    for sample_index, (position, sample) in enumerate(zip(pack.starts, pack.samples, strict=True)):
         for segment_index, segment in enumerate(sample.segments):
             if segment.is_media:
                 found.append((sample_index, segment_index, position + 1))
             position += segment.num_tokens
-        start += sample.num_tokens
     return found
 
 
@@ -62,7 +59,7 @@ class SequenceLayout:
 
     def chunk(self, pack: Pack) -> int:
         """Return the positions of each owner of ``pack`` but the last."""
-        return chunk_size(self.seq_len or pack.num_tokens, self.topology.tp * self.topology.cp)
+        return chunk_size(self.seq_len or pack.num_positions, self.topology.tp * self.topology.cp)
 
 
 def reshard_plan(

@@ -4,7 +4,8 @@ Layout of a sample: its segments in order, then one end-of-sample token. Text is
 marker, one placeholder per embedding row, an end marker. A label is the token after its position, for text
 tokens that are trained on and for the end token; the first token of a sample has no position before it.
 
-A failed sample keeps its place: end tokens, no label, and media inputs of zeros in the planned shape.
+A failed sample keeps its place: end tokens, no label, and media inputs of zeros in the planned shape. Padding
+of a bucket is end tokens without labels, behind its sample and inside its attention segment.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ def planned_bytes(plan: StepPlan, *, rank: int, replica: int, model: ModelInputs
     total = 0
     for microbatch in range(plan.num_microbatches):
         pack = _pack_at(plan, replica, microbatch)
-        total += max(1, pack.num_tokens if pack else 0) * BYTES_PER_TOKEN
+        total += max(1, pack.num_positions if pack else 0) * BYTES_PER_TOKEN
         for placement in plan.media_of(rank=rank, microbatch=microbatch):
             total += model.num_bytes(_placed(plan, placement))
     return total
@@ -157,26 +158,23 @@ def assemble_microbatch(
         PlanError: The labels of a sample are not as many as planned.
     """
     pack_index = plan.pack_at(replica, microbatch)
-    pack = _pack_at(plan, replica, microbatch)
-    samples = pack.samples if pack else ()
+    pack = _pack_at(plan, replica, microbatch) or Pack(-1, -1, ())
     spans: list[SampleSpan] = []
-    num_tokens = max(1, sum(sample.num_tokens for sample in samples))
-    tokens = np.full(num_tokens, model.special.eos, dtype=np.int64)
-    labels = np.full(num_tokens, IGNORE_LABEL, dtype=np.int64)
-    start = 0
-    for index, sample in enumerate(samples):
+    num_positions = max(1, pack.num_positions)
+    tokens = np.full(num_positions, model.special.eos, dtype=np.int64)
+    labels = np.full(num_positions, IGNORE_LABEL, dtype=np.int64)
+    for index, (start, sample) in enumerate(zip(pack.starts, pack.samples, strict=True)):
         end = start + sample.num_tokens
         spans.append(SampleSpan(id=sample.id, key=sample.key, start=start, end=end))
         texts = _texts(sample, pack_index, index, arrays)
         if texts is not None and sample.id not in failed:
             tokens[start:end], labels[start:end] = sample_tokens(sample, texts, special=model.special)
-        start = end
     return MicroBatch(
         index=microbatch,
         tokens=tokens,
         labels=labels,
-        positions=_positions(samples, model),
-        cu_seqlens=np.array([0, *(span.end for span in spans)] if spans else [0, 1], dtype=np.int32),
+        positions=_positions(pack, model),
+        cu_seqlens=np.array([*(pack.starts or (0,)), num_positions], dtype=np.int32),
         spans=tuple(spans),
         inputs=_encoder_inputs(plan, microbatch, rank=rank, arrays=arrays, failed=failed, model=model),
         reshard=reshard,
@@ -264,12 +262,12 @@ def _media_tokens(segment: Segment, special: SpecialTokens) -> npt.NDArray[np.in
     return tokens
 
 
-def _positions(samples: tuple[Sample, ...], model: ModelInputs) -> npt.NDArray[np.int64]:
-    if not samples:
+def _positions(pack: Pack, model: ModelInputs) -> npt.NDArray[np.int64]:
+    if not pack.samples:
         return np.zeros((3, 1), dtype=np.int64)
     vision = model.sizes.vision
     seconds = seconds_per_temporal_patch(vision)
-    return pack_positions(samples, merge=vision.merge, seconds_per_temporal_patch=seconds)
+    return pack_positions(pack, merge=vision.merge, seconds_per_temporal_patch=seconds)
 
 
 def _encoder_inputs(

@@ -8,12 +8,11 @@ never changes them (known fault: positions that run on over a pack's samples).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import numpy.typing as npt
 
 from omni_pipeline.core.errors import PlanError
+from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample, Segment
 from omni_pipeline.core.sizes import VisionSizes
 
@@ -59,15 +58,14 @@ def sample_positions(sample: Sample, *, merge: int, seconds_per_temporal_patch: 
     return positions
 
 
-def pack_positions(
-    samples: Sequence[Sample], *, merge: int, seconds_per_temporal_patch: float
-) -> PositionArray:
-    """Return int64 [3, S] of samples in one sequence; each sample starts at 0 again."""
-    parts = [
-        sample_positions(sample, merge=merge, seconds_per_temporal_patch=seconds_per_temporal_patch)
-        for sample in samples
-    ]
-    return np.concatenate(parts, axis=1) if parts else np.zeros((3, 0), dtype=np.int64)
+def pack_positions(pack: Pack, *, merge: int, seconds_per_temporal_patch: float) -> PositionArray:
+    """Return int64 [3, S] of samples in one sequence; each starts at 0, padding repeats its last ones."""
+    parts = [np.zeros((3, 0), dtype=np.int64)]
+    for sample in pack.samples:
+        own = sample_positions(sample, merge=merge, seconds_per_temporal_patch=seconds_per_temporal_patch)
+        padding = pack.padded_len - sample.num_tokens if pack.padded_len else 0
+        parts += [own, np.repeat(own[:, -1:], padding, axis=1)]
+    return np.concatenate(parts, axis=1)
 
 
 def _segment_blocks(segment: Segment, *, merge: int, seconds: float) -> tuple[PositionArray, ...]:

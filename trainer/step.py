@@ -58,7 +58,7 @@ class StepResult:
         loss: Mean over the labels of the global batch; NaN if skipped.
         grad_norm: Global norm before clipping; NaN if skipped.
         lr: Learning rate used.
-        num_tokens: Sequence positions of the global batch.
+        num_tokens: Sequence positions of the global batch that hold a token of a sample.
         num_labels: Labels of the global batch, without those of failed samples.
         num_failed: Failed samples of the global batch.
         failed: Failed samples of this group.
@@ -89,7 +89,7 @@ class PreparedStep:
         batch: Of this rank; empty if only others have data; None if none has.
         failed: Failed samples of the group.
         num_labels: Labels without those of failed samples.
-        num_tokens: Sequence positions.
+        num_tokens: Sequence positions that hold a token of a sample.
         num_failed: Failed samples.
         requests: Wishes of all ranks.
     """

@@ -81,13 +81,16 @@ class StepRecorder:
         """Numbers of which the sum over ranks counts."""
         tokens = dict.fromkeys(self.sources, 0)
         samples = dict.fromkeys(self.sources, 0)
+        num_positions = 0
         for microbatch in () if batch is None else batch.microbatches:
+            num_positions += len(microbatch.tokens) if microbatch.spans else 0
             for span in microbatch.spans:
                 tokens[span.id.source] += span.end - span.start
                 samples[span.id.source] += 1
         return {
             "encoder_mean": 0.0 if batch is None else batch.plan.encoder_balance.mean,
             "llm_mean": 0.0 if batch is None else batch.plan.llm_balance.mean,
+            "num_positions": num_positions,
             **{f"loader/tokens/{name}": count for name, count in tokens.items()},
             **{f"loader/samples/{name}": count for name, count in samples.items()},
         }
@@ -96,6 +99,7 @@ class StepRecorder:
         """Return the numbers by the name under which they are recorded."""
         world_size = self.groups.topology.world_size
         room = reduced["num_microbatches"] * world_size * self.seq_len
+        num_positions = reduced["num_positions"]
         found = {
             "trainer/lr": result.lr,
             "trainer/tokens": result.num_tokens,
@@ -106,6 +110,7 @@ class StepRecorder:
             "loader/wait_s": reduced["wait_s"],
             "loader/bad_samples": result.num_failed,
             "loader/pack_fill": result.num_tokens / room if room else 0.0,
+            "loader/padding": 1 - result.num_tokens / num_positions if num_positions else 0.0,
         }
         if not result.skipped:
             found |= {"trainer/loss": result.loss, "trainer/grad_norm": result.grad_norm}

@@ -134,9 +134,11 @@ def key_numbers(run: RunData) -> list[KeyNumber]:
             value = f"{before.mean():.2f} → {after.mean():.2f}"
             found.append(KeyNumber(label, value, "largest / mean load"))
     if (fill := run.values("loader/pack_fill")).size:
-        found.append(
-            KeyNumber("Pack fill", percent(fill.mean()), f"{percent(1 - fill.mean())} of seq_len unused")
-        )
+        padding = run.values("loader/padding")
+        note = f"{percent(1 - fill.mean())} of seq_len unused"
+        if padding.any():
+            note = f"{percent(padding.mean())} of the positions are padding"
+        found.append(KeyNumber("Pack fill", percent(fill.mean()), note))
     if samples := sum(float(np.nansum(values)) for _, values in run.by_prefix("loader/samples/").values()):
         found.append(KeyNumber("Samples", f"{samples:,.0f}", "trained on"))
     note = "kept aside with their reason" if run.quarantine else "no bad sample met"

@@ -62,17 +62,7 @@ def figures(run: RunData, marks: Sequence[Mark]) -> dict[str, Figure | None]:
             "Share of the tokens by source.",
             share_chart(run.by_prefix("loader/tokens/"), label="Share of tokens by source", marks=marks),
         ),
-        "fill": Figure(
-            "Pack fill",
-            "Used share of seq_len; packs are not padded, the rest is left unused.",
-            line_chart(
-                [Line("pack fill", *get("loader/pack_fill", NO_VALUES), 1, "smooth")],
-                label="Share of positions used",
-                form=_fine_percent,
-                marks=marks,
-                reference=1.0,
-            ),
-        ),
+        "fill": _fill_figure(run, marks),
         "grad_norm": Figure(
             "Gradient norm",
             "Global norm over all meshes, before clipping.",
@@ -144,6 +134,16 @@ def _imbalance_figure(run: RunData, part: str, title: str, marks: Sequence[Mark]
         note += f" Saves {percent(1 - after.mean() / before.mean())} of the modelled time."
     label = f"{title}: imbalance before and after balancing"
     return Figure(title, note, line_chart(lines, label=label, form=_two_digits, marks=marks, reference=1.0))
+
+
+def _fill_figure(run: RunData, marks: Sequence[Mark]) -> Figure:
+    lines = [Line("pack fill", *run.metrics.get("loader/pack_fill", NO_VALUES), 1, "smooth")]
+    note = "Used share of seq_len; packs are not padded, the rest is left unused."
+    if run.values("loader/padding").any():
+        lines.append(Line("padding", *run.metrics["loader/padding"], 3, "smooth"))
+        note = "Share of seq_len that holds tokens; padding: share of the computed positions that hold none."
+    chart = line_chart(lines, label="Share of positions used", form=_fine_percent, marks=marks, reference=1.0)
+    return Figure("Pack fill", note, chart)
 
 
 def _accuracy_figure(run: RunData, marks: Sequence[Mark]) -> Figure | None:

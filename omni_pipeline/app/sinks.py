@@ -275,6 +275,8 @@ class ConsoleMetrics:
         wait_s, step_s = value("loader/wait_s"), value("trainer/step_s")
         if wait_s is not None and step_s:
             yield f"data wait {100 * wait_s / step_s:.1f}%"
+        if padding := value("loader/padding"):
+            yield f"padding {100 * padding:.1f}%"
 
     def _imbalance(self) -> str:
         found = []

@@ -46,11 +46,23 @@ def _print(explained: ExplainedStep) -> None:
     console = Console()
     console.print(
         f"step {plan.step}, group {plan.group}: {len(plan.packs)} packs, {plan.num_tokens} tokens,"
+        f" {100 * plan.padding:.1f} % of the positions padding,"
         f" {len(plan.media)} media segments, {plan.num_microbatches} microbatches, digest {plan.digest:016x}",
         soft_wrap=True,
     )
     packs = Table(title="packs (lane:number)", title_justify="left")
-    for name in ("replica", "microbatch", "pack", "samples", "tokens", "fill", "LLM ms", "encoder ms"):
+    columns = (
+        "replica",
+        "microbatch",
+        "pack",
+        "samples",
+        "tokens",
+        "positions",
+        "fill",
+        "LLM ms",
+        "encoder ms",
+    )
+    for name in columns:
         packs.add_column(name, justify="right", no_wrap=True)
     for row in explained.packs:
         packs.add_row(
@@ -59,6 +71,7 @@ def _print(explained: ExplainedStep) -> None:
             f"{row.lane}:{row.number}" if row.lane >= 0 else "-",
             str(row.num_samples),
             str(row.num_tokens),
+            str(row.num_positions),
             f"{row.fill:.3f}",
             f"{1e3 * row.llm_s:.3g}",
             f"{1e3 * row.encoder_s:.3g}",

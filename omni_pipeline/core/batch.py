@@ -1,7 +1,8 @@
 """What a rank trains on: numpy arrays, and where each piece of them came from.
 
-A ``Batch`` is one rank's part of one step. Arrays have no padding inside; segment boundaries are explicit in
-``cu_seqlens``. Nothing here knows torch: the trainer makes tensors of it on its own device.
+A ``Batch`` is one rank's part of one step. Samples lie end to end, or, in a bucket, each with its padding at
+its end; boundaries are explicit in ``cu_seqlens``. Nothing here knows torch: the trainer makes tensors of it
+on its own device.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class EncoderInput:
 
 @dataclass(frozen=True)
 class SampleSpan:
-    """The positions [start, end) of one sample in its pack."""
+    """The positions [start, end) of one sample in its pack, its padding left out."""
 
     id: SampleId
     key: str
@@ -51,7 +52,8 @@ class MicroBatch:
         tokens: int64 [S]; media positions hold the placeholder token.
         labels: int64 [S]; the token to predict *after* each position, or -100.
         positions: int64 [3, S]; M-RoPE (temporal, height, width), restarting in every sample.
-        cu_seqlens: int32 [N + 1]; boundaries of the samples.
+        cu_seqlens: int32 [N + 1]; boundaries of the samples, each with the padding at its end: no real token
+            sees it under causal attention, and it has no label.
         spans: One per sample of the pack.
         inputs: By encoder name; every encoder of the run is present, possibly with zero rows.
         reshard: Rows that this rank sends and receives.

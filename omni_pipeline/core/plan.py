@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,16 +30,29 @@ class Pack:
         lane: The lane it comes from.
         number: Running number of the pack in its lane, from the start of the run.
         samples: In sequence order; may be empty (a pack of zero weight).
+        padded_len: Positions that every sample takes, its padding at its end; 0 lays samples end to end.
     """
 
     lane: int
     number: int
     samples: tuple[Sample, ...]
+    padded_len: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Sequence positions used."""
+        """Sequence positions that hold a token of a sample."""
         return sum(sample.num_tokens for sample in self.samples)
+
+    @property
+    def num_positions(self) -> int:
+        """Sequence positions taken, padding included."""
+        return self.padded_len * len(self.samples) if self.padded_len else self.num_tokens
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        """First position of each sample."""
+        lengths = [self.padded_len or sample.num_tokens for sample in self.samples]
+        return tuple(itertools.accumulate(lengths, initial=0))[:-1]
 
     @property
     def num_labels(self) -> int:
@@ -144,6 +158,7 @@ class StepPlan:
                 [
                     pack.lane,
                     pack.number,
+                    pack.padded_len,
                     [
                         (s.id.source, s.id.shard, s.id.row, s.num_tokens, [g.grid for g in s.segments])
                         for s in pack.samples
@@ -178,8 +193,14 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        """Sequence positions used by all packs."""
+        """Sequence positions of all packs that hold a token of a sample."""
         return sum(pack.num_tokens for pack in self.packs)
+
+    @property
+    def padding(self) -> float:
+        """Share of the sequence positions that are padding, 0 to 1."""
+        num_positions = sum(pack.num_positions for pack in self.packs)
+        return 1 - self.num_tokens / num_positions if num_positions else 0.0
 
 
 @dataclass(frozen=True)
@@ -222,6 +243,7 @@ def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
         "digest": f"{plan.digest:016x}",
         "ranks": list(plan.ranks),
         "num_microbatches": plan.num_microbatches,
+        "padding": plan.padding,
         "imbalance": {
             "encoder": {
                 "before": plan.encoder_balance.imbalance_before,
@@ -236,6 +258,8 @@ def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
                 "replica": slot.replica,
                 "microbatch": slot.microbatch,
                 "num_tokens": pack.num_tokens,
+                "num_positions": pack.num_positions,
+                "padded_len": pack.padded_len,
                 "num_labels": pack.num_labels,
                 "samples": [
                     {

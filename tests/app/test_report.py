@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from omni_pipeline.app.report import held_out_table, key_numbers, source_table, write_report
+from omni_pipeline.app.report_figures import figures
 from omni_pipeline.app.report_gallery import gallery_from_plan
 from omni_pipeline.app.report_run import load_run, marks_of, replays_of
 from omni_pipeline.app.run_dir import Event
@@ -244,6 +245,18 @@ def test_key_numbers_are_computed_from_the_metrics(tmp_path: Path) -> None:
         "Pack fill": "96%",
         "Quarantined": "0",
     }
+
+
+def test_padding_of_a_bucketed_run_is_a_key_number_and_a_line(tmp_path: Path) -> None:
+    minimal_run(tmp_path, {"loader/pack_fill": 0.7, "loader/padding": 0.25}, steps=4)
+    run = load_run(tmp_path)
+    (key,) = [key for key in key_numbers(run) if key.label == "Pack fill"]
+    assert (key.value, key.note) == ("70%", "25% of the positions are padding")
+    figure = figures(run, [])["fill"]
+    assert figure is not None
+    assert figure.chart is not None
+    assert "padding" in figure.note
+    assert "padding" in str(figure.chart)
 
 
 def test_sources_are_summed_and_sorted_by_tokens(tmp_path: Path) -> None:

@@ -171,6 +171,14 @@ def test_a_pipe_gets_occasional_plain_lines() -> None:
     assert [line.split()[1] for line in lines] == ["0/100", "3/100", "6/100", "9/100"]
 
 
+def test_padding_is_shown_where_there_is_some() -> None:
+    metrics = sinks.ConsoleMetrics(console=Console(file=io.StringIO()))
+    for step, padding in enumerate((0.0, 0.125)):
+        metrics.record("trainer/loss", 2.5, step)
+        metrics.record("loader/padding", padding, step)
+        assert ("padding 12.5%" in metrics.line()) == bool(padding)
+
+
 def test_a_terminal_gets_one_live_line() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=160)

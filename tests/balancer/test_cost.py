@@ -107,6 +107,12 @@ def test_a_pack_costs_its_samples_because_they_are_isolated() -> None:
     assert MODEL.pack_cost(Pack(lane=0, number=0, samples=())) == 0
 
 
+def test_padding_costs_as_much_as_tokens() -> None:
+    one, two = make_sample([text_segment(99)]), make_sample([text_segment(49)])
+    pack = Pack(lane=0, number=0, samples=(one, two), padded_len=128)
+    assert MODEL.pack_cost(pack) == 2 * sequence_flops(LLM, 128) / 1e6
+
+
 def test_media_are_priced_by_the_encoder_of_their_modality() -> None:
     image = media_segment(Modality.IMAGE, (1, 4, 4))
     sound = media_segment(Modality.AUDIO, (40, 1, 1))

@@ -73,11 +73,13 @@ def test_digests_differ_as_soon_as_anything_differs() -> None:
     step = Step(Topology(world_size=4, replicas_per_group=4), 4, 1, packs)
     plan = step.planner().plan(packs, step=0, group=0)
     other_image = (image_pack(0, num_images=1, side=10), *packs[1:])
+    padded = (dataclasses.replace(packs[0], padded_len=packs[0].num_tokens), *packs[1:])
     others = [
         step.planner().plan(packs, step=1, group=0),
         step.planner(enabled=False).plan(packs, step=0, group=0),
         step.planner().plan(packs[:3], step=0, group=0),
         step.planner().plan(other_image, step=0, group=0),
+        step.planner().plan(padded, step=0, group=0),
         dataclasses.replace(step, topology=Topology(world_size=8, tp=2))
         .planner()
         .plan(packs, step=0, group=0),
@@ -159,7 +161,12 @@ def test_a_group_without_packs_runs_empty_microbatches() -> None:
         ([Pack(1, 0, ())], "pack 0 of lane 1 is of another group"),
         ([Pack(0, 0, ()), Pack(0, 0, ())], "the same pack was given twice"),
         ([Pack(0, number, ()) for number in range(3)], "3 packs for 1 replicas x 2 microbatches"),
-        ([Pack(0, 0, (make_sample([text_segment(50)]),))], "pack has 51 tokens, limit 50"),
+        (
+            [Pack(0, 0, (make_sample([text_segment(9)]),), padded_len=9)],
+            "sample has 10 tokens, its bucket holds 9",
+        ),
+        ([Pack(0, 0, (make_sample([text_segment(9)]),), padded_len=51)], "pack takes 51 positions, limit 50"),
+        ([Pack(0, 0, (make_sample([text_segment(50)]),))], "pack takes 51 positions, limit 50"),
         (
             [Pack(0, 0, (dataclasses.replace(make_sample([text_segment(50)]), num_tokens=49),))],
             "segments take 50 tokens, the sample says 49",

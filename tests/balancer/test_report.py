@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 
@@ -20,7 +22,12 @@ def test_rows_of_packs_name_their_samples_and_show_empty_places() -> None:
     model = cost_model()
     first, empty = pack_rows(step.planner().plan((pack,), step=0, group=0), cost_model=model, seq_len=64)
     assert (first.lane, first.number, first.num_samples, first.num_media) == (0, 4, 1, 1)
-    assert (first.num_tokens, first.fill) == (32, 0.5)
+    assert (first.num_tokens, first.num_positions, first.fill) == (32, 32, 0.5)
+    padded = dataclasses.replace(pack, padded_len=48)
+    plan = step.planner().plan((padded,), step=0, group=0)
+    (wide, _) = pack_rows(plan, cost_model=model, seq_len=64)
+    assert (wide.num_tokens, wide.num_positions, wide.fill) == (32, 48, 0.5)
+    assert plan.padding == 1 - 32 / 48
     assert first.samples == ("pets/0000-000009 (pets-00000.tar)",)
     assert first.llm_s == model.pack_cost(pack)
     assert first.encoder_s == model.media_cost(image)

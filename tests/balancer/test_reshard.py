@@ -61,7 +61,7 @@ def test_every_row_reaches_the_one_owner_of_its_position(step: Step) -> None:
                 if item.microbatch != microbatch:
                     continue
                 owners = topology.row_owners(plan.slots[item.pack].replica)
-                length = step.seq_len or plan.packs[item.pack].num_tokens
+                length = step.seq_len or plan.packs[item.pack].num_positions
                 chunk = -(-length // len(owners))
                 for row in range(item.num_rows):
                     which, local = divmod(item.position + row, chunk)
@@ -112,6 +112,8 @@ def test_positions_of_media_follow_the_start_marker() -> None:
     # Sample one takes 5 + 6 + 1 positions; in sample two 6 + 2 stand before the second image.
     pack = Pack(lane=0, number=0, samples=(first, second))
     assert media_positions(pack) == [(0, 1, 6), (1, 0, 13), (1, 2, 21)]
+    padded = Pack(lane=0, number=0, samples=(first, second), padded_len=20)
+    assert media_positions(padded) == [(0, 1, 6), (1, 0, 21), (1, 2, 29)]
 
 
 def test_chunks_are_equal_and_rounded_up() -> None:

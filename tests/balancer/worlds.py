@@ -80,7 +80,7 @@ def image_pack(lane: int, *, num_images: int, side: int = 8, number: int = 0) ->
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    """Any small world with any packs; padded to one length or not."""
+    """Any small world with any packs, samples padded to a bucket or not, packs to one length or not."""
     topology = draw(worlds())
     num_lanes, packs_per_lane = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     parts = st.lists(st.lists(segments(max_text=60), max_size=4), max_size=3)
@@ -90,7 +90,9 @@ def steps(draw: st.DrawFn) -> Step:
             samples = tuple(
                 make_sample(part, row=100 * lane + 10 * number + row) for row, part in enumerate(draw(parts))
             )
-            packs.append(Pack(lane=lane, number=7 + number, samples=samples))
-    longest = max((pack.num_tokens for pack in packs), default=1)
+            bucket = max((sample.num_tokens for sample in samples), default=1) + draw(st.integers(0, 9))
+            padded_len = bucket if draw(st.booleans()) else 0
+            packs.append(Pack(lane=lane, number=7 + number, samples=samples, padded_len=padded_len))
+    longest = max((pack.num_positions for pack in packs), default=1)
     seq_len = longest + draw(st.integers(0, 20)) if draw(st.booleans()) else 0
     return Step(topology, num_lanes, packs_per_lane, tuple(packs), seq_len)

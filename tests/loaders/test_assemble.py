@@ -41,8 +41,7 @@ def plan_of(packs: list[Pack], slots: list[tuple[int, int]], *, media_ranks: dic
     """Packs at (replica, microbatch) of two replicas; media on the rank of their replica unless told."""
     media = []
     for pack_index, (pack, (replica, microbatch)) in enumerate(zip(packs, slots, strict=True)):
-        start = 0
-        for sample_index, sample in enumerate(pack.samples):
+        for sample_index, (start, sample) in enumerate(zip(pack.starts, pack.samples, strict=True)):
             for segment_index, segment in enumerate(sample.segments):
                 if segment.is_media:
                     piece = Piece(pack_index, sample_index, segment_index)
@@ -59,7 +58,6 @@ def plan_of(packs: list[Pack], slots: list[tuple[int, int]], *, media_ranks: dic
                         )
                     )
                 start += segment.num_tokens
-            start += 1
     return StepPlan(
         step=0,
         group=0,
@@ -122,6 +120,17 @@ def test_no_label_reaches_over_the_border_of_samples() -> None:
     assert built.labels.tolist() == [11, SPECIAL.eos, IGNORE_LABEL, SPECIAL.eos, IGNORE_LABEL]
     assert built.cu_seqlens.tolist() == [0, 3, 5]
     assert [(span.id.row, span.start, span.end) for span in built.spans] == [(0, 0, 3), (1, 3, 5)]
+
+
+def test_padding_is_end_tokens_without_labels_inside_the_segment_of_its_sample() -> None:
+    samples = (make_sample([text_segment(2)], row=0), make_sample([text_segment(1)], row=1))
+    built, _ = build(plan_of([Pack(0, 0, samples, padded_len=4)], [(0, 0)], media_ranks={}))
+    eos, none = SPECIAL.eos, IGNORE_LABEL
+    assert built.tokens.tolist() == [10, 11, eos, eos, 11, eos, eos, eos]
+    assert built.labels.tolist() == [11, eos, none, none, eos, none, none, none]
+    assert built.positions.tolist() == [[0, 1, 2, 2, 0, 1, 1, 1]] * 3
+    assert built.cu_seqlens.tolist() == [0, 4, 8]
+    assert [(span.id.row, span.start, span.end) for span in built.spans] == [(0, 0, 3), (1, 4, 6)]
 
 
 def test_video_and_audio_have_their_own_placeholders() -> None:
@@ -205,8 +214,12 @@ def test_a_rank_that_reads_no_text_still_has_the_geometry() -> None:
 
 
 def test_planned_bytes_are_those_of_the_arrays() -> None:
-    packs = [Pack(0, 0, (make_sample([IMAGE, text_segment(3), AUDIO]),)), Pack(1, 0, ())]
-    plan = plan_of(packs, [(0, 1), (1, 0)], media_ranks={})
+    packs = [
+        Pack(0, 0, (make_sample([IMAGE, text_segment(3), AUDIO]),)),
+        Pack(1, 0, ()),
+        Pack(2, 0, (make_sample([text_segment(3)]),), padded_len=9),
+    ]
+    plan = plan_of(packs, [(0, 1), (1, 0), (0, 0)], media_ranks={})
     total = 0
     for microbatch in range(2):
         built, _ = build(plan, microbatch=microbatch)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from loaders.positions import pack_positions, sample_positions, seconds_per_temporal_patch
 from omni_pipeline.core.errors import PlanError
+from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.sizes import VisionSizes
 
@@ -114,10 +115,17 @@ def test_a_clip_of_two_frames_per_second_advances_25_positions_per_second() -> N
 
 def test_positions_start_again_in_every_sample_of_a_pack() -> None:
     first, second = sample(segment(Modality.IMAGE, 1, 4, 4)), sample(segment(Modality.TEXT, 3))
-    packed = pack_positions([first, second], merge=2, seconds_per_temporal_patch=1.0)
+    packed = pack_positions(Pack(0, 0, (first, second)), merge=2, seconds_per_temporal_patch=1.0)
     alone = sample_positions(second, merge=2, seconds_per_temporal_patch=1.0)
     assert packed[:, first.num_tokens :].tolist() == alone.tolist()
-    assert pack_positions([], merge=2, seconds_per_temporal_patch=1.0).shape == (3, 0)
+    assert pack_positions(Pack(0, 0, ()), merge=2, seconds_per_temporal_patch=1.0).shape == (3, 0)
+
+
+def test_padding_repeats_the_last_position_of_its_sample() -> None:
+    first, second = sample(segment(Modality.TEXT, 2)), sample(segment(Modality.TEXT, 3))
+    pack = Pack(0, 0, (first, second), padded_len=5)
+    padded = pack_positions(pack, merge=2, seconds_per_temporal_patch=1.0)
+    assert padded.tolist() == [[0, 1, 2, 2, 2, 0, 1, 2, 3, 3]] * 3
 
 
 def test_a_sample_whose_segments_do_not_add_up_is_a_bug_of_the_plan() -> None:

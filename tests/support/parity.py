@@ -7,6 +7,7 @@ same arrays.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -71,7 +72,7 @@ def make_planner(topology: Topology, *, num_packs: int, balance: bool) -> GroupP
 
 
 def pack_content(pack: Pack) -> Content:
-    """Return tokens, labels and positions of ``pack``."""
+    """Return tokens, labels and positions of ``pack``; padding is tokens like any other."""
     tokens: list[int] = []
     labels: list[int] = []
     spans, bounds = [], [0]
@@ -81,8 +82,11 @@ def pack_content(pack: Pack) -> Content:
         shifted = zip(ids[1:], has_loss[1:], strict=True)
         labels += [token if loss else IGNORE_LABEL for token, loss in shifted] + [IGNORE_LABEL]
         tokens += ids
+        padding = max(0, pack.padded_len - len(ids))
+        labels += [IGNORE_LABEL] * padding
+        tokens += [7] * padding
         bounds.append(len(tokens))
-    columns = [np.arange(span.end - span.start) for span in spans]
+    columns = [np.arange(end - start) for start, end in itertools.pairwise(bounds)]
     place = np.concatenate([*columns, np.empty(0, dtype=np.int64)]).astype(np.int64)
     return Content(
         tokens=np.array(tokens, dtype=np.int64),
@@ -180,8 +184,7 @@ def _cost_model() -> CostModel:
 def _encode_pack(model: OmniModel, pack: Pack) -> tuple[torch.Tensor, torch.Tensor]:
     rows = [next(model.parameters()).new_zeros((0, CONFIG.llm.hidden))]
     positions: list[int] = []
-    start = 0
-    for sample in pack.samples:
+    for start, sample in zip(pack.starts, pack.samples, strict=True):
         for index, segment in enumerate(sample.segments):
             if segment.is_media:
                 inputs = media_content(sample, index)
@@ -189,7 +192,6 @@ def _encode_pack(model: OmniModel, pack: Pack) -> tuple[torch.Tensor, torch.Tens
                 rows.append(encoder(torch.from_numpy(inputs.values), inputs.grids))
                 positions += range(start + 1, start + 1 + segment.num_rows)
             start += segment.num_tokens
-        start += 1
     return torch.cat(rows), torch.tensor(positions, dtype=torch.int64)
 
 

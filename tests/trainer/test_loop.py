@@ -44,9 +44,17 @@ class ListLoader:
     """Batches of synthetic packs, from any step to any other; its state is the next step."""
 
     def __init__(
-        self, topology: Topology, *, start: int = 0, stop: int = 1000, num_full: int = 1000, act: Any = None
+        self,
+        topology: Topology,
+        *,
+        start: int = 0,
+        stop: int = 1000,
+        num_full: int = 1000,
+        act: Any = None,
+        padded_len: int = 0,
     ) -> None:
         self.topology = topology
+        self.padded_len = padded_len
         self.steps = range(start, stop)
         self.num_full = num_full
         self.act = act
@@ -60,6 +68,7 @@ class ListLoader:
                 self.act(step)
             exhausted = step >= self.num_full
             packs = [] if exhausted else _packs(step, group, self.topology)
+            packs = [replace(pack, padded_len=self.padded_len) for pack in packs]
             plan = planner.plan(packs, step=step, group=group)
             state = {"step": step + 1, "groups": [group]}
             batch = parity.build_batch(plan, planner, rank=rank, state=state)
@@ -167,6 +176,7 @@ def _check_numbers(values: dict[str, dict[int, float]]) -> None:
         "trainer/skipped": 0,
         "loader/bad_samples": 0,
         "loader/pack_fill": sum(sample.num_tokens for sample in samples) / (2 * 64),
+        "loader/padding": 0,
         "loader/tokens/mixed": samples[0].num_tokens,
         "loader/samples/mixed": 1,
         "loader/samples/text": 2,
@@ -180,6 +190,18 @@ def _check_numbers(values: dict[str, dict[int, float]]) -> None:
     rate = values["trainer/tokens"][0] / values["trainer/step_s"][0]
     assert values["trainer/tokens_per_s"][0] == pytest.approx(rate)
     assert all(set(numbers) == set(range(NUM_STEPS)) for numbers in values.values())
+
+
+def _with_padding(rank: int, folder: Path) -> dict[str, dict[int, float]]:
+    return _run(folder, Topology(2), loader=ListLoader(Topology(2), padded_len=40), num_steps=1)[1]
+
+
+def test_padding_is_recorded_as_its_share_of_the_positions(tmp_path: Path) -> None:
+    values, _ = run_ranks(2, _with_padding, args=(tmp_path,))
+    samples = [sample for pack in _packs(0, 0, Topology(1)) for sample in pack.samples]
+    num_tokens = sum(sample.num_tokens for sample in samples)
+    assert values["loader/padding"][0] == pytest.approx(1 - num_tokens / (len(samples) * 40))
+    assert values["trainer/tokens"][0] == num_tokens
 
 
 def _signalled(rank: int, folder: Path, number: int) -> tuple[Progress, bool]:

@@ -36,6 +36,14 @@ def _packs(*contents: Sequence[Sample]) -> tuple[Pack, ...]:
     return tuple(Pack(lane, 0, tuple(samples)) for lane, samples in enumerate(contents))
 
 
+def _padded(*contents: Sequence[Sample]) -> tuple[Pack, ...]:
+    """Return packs in which every sample takes more positions than the longest of its pack needs."""
+    return tuple(
+        replace(pack, padded_len=max(sample.num_tokens for sample in pack.samples) + pack.lane)
+        for pack in _packs(*contents)
+    )
+
+
 MIXED = [parity.mixed_sample(row) for row in range(9)]
 TEXT = [parity.text_sample(row) for row in range(100, 106)]
 SILENT = [parity.text_sample(row, loss=False) for row in range(200, 202)]
@@ -48,8 +56,9 @@ SCENARIOS: dict[str, tuple[tuple[Pack, ...], frozenset[SampleId]]] = {
     "empty slots": (_packs([MIXED[3]], TEXT[:1], [MIXED[7]]), NO_FAILURES),
     "empty packs": (_packs([MIXED[3]], [], [], [MIXED[7]]), NO_FAILURES),
     "failed samples": (_packs(MIXED[:2], MIXED[2:4], [MIXED[8]], TEXT), frozenset({MIXED[1].id, TEXT[2].id})),
+    "buckets": (_padded(MIXED[:2], MIXED[2:4], [MIXED[8]], TEXT), frozenset({MIXED[1].id, TEXT[2].id})),
 }
-MOVING = "full packs", "ranks without media", "failed samples"
+MOVING = "full packs", "ranks without media", "failed samples", "buckets"
 
 
 class Recorder(torch.optim.SGD):
@@ -134,8 +143,10 @@ def _run_scenarios(
 
 @functools.cache
 def _reference(name: str) -> parity.Reference:
+    """Return the step of one plain process, in float64 and without padding."""
     packs, failed = SCENARIOS[name]
-    return parity.reference_step(build_model(parity.CONFIG, seed=3).double(), packs, failed=failed)
+    whole = [replace(pack, padded_len=0) for pack in packs]
+    return parity.reference_step(build_model(parity.CONFIG, seed=3).double(), whole, failed=failed)
 
 
 def _check_parity(
@@ -152,6 +163,7 @@ def _check_parity(
         for other in by_rank:
             assert (other[name][0].loss, other[name][0].grad_norm) == (result.loss, result.grad_norm), name
         assert result.num_labels == expected.num_labels, name
+        assert result.num_tokens == sum(pack.num_tokens for pack in SCENARIOS[name][0]), name
         torch.testing.assert_close(result.loss, expected.loss, rtol=1.3e-6, atol=0, msg=name)
         torch.testing.assert_close(result.grad_norm, expected.grad_norm, rtol=1e-5, atol=0, msg=name)
         for parameter, gradient in expected.gradients.items():
@@ -164,7 +176,7 @@ def _check_parity(
 
 
 def test_a_step_of_one_rank_equals_a_plain_loop() -> None:
-    _check_parity(Topology(1), ["full packs", "failed samples", "no media at all"])
+    _check_parity(Topology(1), ["full packs", "failed samples", "no media at all", "buckets"])
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
