@@ -16,12 +16,12 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import click
 import numpy as np
 
+from loaders.fitting import IntArray, PackSizes, sizes_of
 from loaders.order import Order, OrderConfig
 from loaders.weight import Weight
 from omni_pipeline.core.plan import Pack
@@ -34,17 +34,36 @@ FAR_STEP = 10_000_000
 SIZES = ModelSizes()
 
 
-@dataclass(frozen=True)
 class PooledSource:
     """A large source whose samples repeat a pool of ready-made ones."""
 
-    name: str
-    shard_sizes: Sequence[int]
-    pool: Sequence[Sample] = field(repr=False)
+    def __init__(self, name: str, shard_sizes: Sequence[int], pool: Sequence[Sample]) -> None:
+        self.name = name
+        self.shard_sizes = shard_sizes
+        self._pool = pool
+        self._sizes = sizes_of(pool)
+
+    def sizes(self, ordinals: IntArray) -> PackSizes:
+        """Return the sizes of these rows."""
+        rows = ordinals % len(self._pool)
+        sizes = self._sizes
+        return PackSizes(
+            *(getattr(sizes, name)[rows] for name in ("tokens", "cut_tokens", "patches", "mel_frames")),
+            status=sizes.status[rows],
+        )
 
     def sample(self, ordinal: int) -> Sample:
         """Return the sample at ``ordinal``."""
-        return self.pool[ordinal % len(self.pool)]
+        return self._pool[ordinal % len(self._pool)]
+
+    def identify(self, ordinal: int) -> tuple[SampleId, str, str]:
+        """Return (id, key, shard) of a row."""
+        sample = self.sample(ordinal)
+        return sample.id, sample.key, sample.shard
+
+    def problem(self, ordinal: int) -> str:
+        """Not asked: all rows are usable."""
+        raise IndexError(ordinal)
 
 
 @click.command()

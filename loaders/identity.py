@@ -16,7 +16,7 @@ from omni_pipeline.core.state import check_head
 
 logger = logging.getLogger(__name__)
 
-STATE_VERSION = 2
+STATE_VERSION = 3
 
 
 def full_identity(order: Mapping[str, Any], config: LoaderConfig) -> dict[str, Any]:

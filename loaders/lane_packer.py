@@ -1,52 +1,43 @@
 """One lane's packs: its place in every source, its mixture, its look-ahead buffer, and their state.
 
 A lane is a deterministic machine: the same settings and the same state give the same next pack, whoever
-runs it. What it keeps is at most ``look_ahead`` buffered samples and two numbers per source; drawn samples
-that no pack can hold go to a list that all lanes share.
+runs it. What it keeps is at most ``look_ahead`` buffered samples, two numbers per source and two of its own.
+It works on numbers; ``Order`` makes samples of the entries that are handed out.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import Any
 
+from loaders.draw import Draw
+from loaders.lane_cursor import LaneCursor, LeftOut, SampleSource
 from loaders.lanes import LaneOrder
-from loaders.mixture import Mixture, Moment, charge, next_source, settle
+from loaders.mixture import Mixture, Moment
 from loaders.order_config import OrderConfig
-from loaders.packing import Dropped, Entry, PackBuffer, PackSizes, admit
-from omni_pipeline.core.errors import DataError, StateMismatchError
-from omni_pipeline.core.plan import Pack
-from omni_pipeline.core.sample import Sample
+from loaders.packing import Entry, PackBuffer
+from omni_pipeline.core.errors import StateMismatchError
 
 logger = logging.getLogger(__name__)
 
 
-class SampleSource(Protocol):
-    """A named set of shards whose samples are known by their sizes."""
+@dataclass(frozen=True, slots=True)
+class UsedUp:
+    """A lane has drawn all epochs of a source; its share goes to the others.
 
-    @property
-    def name(self) -> str:
-        """Unique among the sources of a run."""
-        ...
+    Args:
+        source: Name of the source.
+        lane: The lane.
+        step: Step that was being filled.
+        shares: Shares of all sources in this lane from here on, by name.
+    """
 
-    @property
-    def shard_sizes(self) -> Sequence[int]:
-        """Usable samples of each shard."""
-        ...
-
-    def sample(self, ordinal: int) -> Sample:
-        """Return the sample at this place in the unshuffled concatenation of the shards; reads no payload."""
-        ...
-
-
-@runtime_checkable
-class SizedSource(SampleSource, Protocol):
-    """A source that knows the sizes of all its samples at once, so that they can be checked beforehand."""
-
-    def pack_sizes(self) -> PackSizes:
-        """Return what each sample takes of a pack, by ordinal."""
-        ...
+    source: str
+    lane: int
+    step: int
+    shares: dict[str, float]
 
 
 class LanePacker:
@@ -58,7 +49,8 @@ class LanePacker:
         mixture: The weights; shared by all lanes.
         sources: In the order of ``mixture.names``.
         orders: The sources' orders, likewise.
-        dropped: Takes the samples that no pack can hold.
+        left_out: Takes the rows that are passed by.
+        used_up: Takes the sources that end in this lane.
     """
 
     def __init__(
@@ -69,48 +61,72 @@ class LanePacker:
         mixture: Mixture,
         sources: Sequence[SampleSource],
         orders: Sequence[LaneOrder],
-        dropped: list[Dropped],
+        left_out: LeftOut,
+        used_up: list[UsedUp],
     ) -> None:
         self._lane = lane
         self._config = config
-        self._budgets = config.budgets
         self._by_tokens = config.unit == "tokens"
         self._mixture = mixture
-        self._sources = sources
-        self._orders = orders
-        self._dropped = dropped
-        self._limits = [order.num_positions(lane) for order in orders]
-        self._blocks: list[tuple[int, list[int]]] = [(0, []) for _ in orders]
-        self._drops_in_a_row = [0] * len(orders)
+        self._all_used_up = used_up
+        self._cursors = [
+            LaneCursor(
+                lane,
+                index=index,
+                source=source,
+                order=order,
+                budgets=config.budgets,
+                oversize=config.oversize,
+                left_out=left_out,
+            )
+            for index, (source, order) in enumerate(zip(sources, orders, strict=True))
+        ]
         self._number = 0
-        self._step = 0
-        self._positions = [0] * len(orders)
-        self._credit = [0.0] * len(orders)
-        self._buffer = PackBuffer(self._budgets, look_ahead=config.look_ahead)
-        self._used_up = self._find_used_up()
+        self._tokens = 0
+        self._moment = Moment(0)
+        self._rule = Draw([0.0] * len(orders))
+        self._next_sizes = [1] * len(orders)
         self._shares: tuple[float, ...] = (0.0,) * len(orders)
+        self._buffer = self._new_buffer()
 
-    def exhausted(self, ever: frozenset[int]) -> bool:
-        """Whether the buffer is empty and no source that is ever drawn has samples left."""
-        return not len(self._buffer) and ever <= self._used_up
+    @property
+    def exhausted(self) -> bool:
+        """Whether the buffer is empty and no source that is drawn at this step or later has samples left."""
+        return not len(self._buffer) and self._mixture.drawn_from(self._moment) <= self._used_up()
 
-    def next_pack(self, step: int) -> Pack:
-        """Return the next pack, filled at the weights of ``step``."""
-        self._step = step
+    def begin_step(self, step: int) -> None:
+        """Take the shares of ``step``; to be called before its first pack."""
+        self._moment = Moment(step, self._tokens * self._config.lanes)
         self._set_shares()
+
+    def next_pack(self) -> tuple[int, list[Entry]]:
+        """Return the number of the next pack, and its entries in sequence order."""
         entries = self._buffer.next_pack(self._draw)
-        pack = Pack(self._lane, self._number, tuple([entry.sample for entry in entries]))
         self._number += 1
-        return pack
+        return self._number - 1, entries
+
+    def remaining(self) -> dict[str, int]:
+        """Return the rows not packed yet, buffered or not drawn, by source; endless ones are absent."""
+        rows = {
+            name: cursor.limit - cursor.position
+            for name, cursor in zip(self._mixture.names, self._cursors, strict=True)
+            if cursor.limit is not None
+        }
+        for entry in self._buffer:
+            name = self._mixture.names[entry.source]
+            if name in rows:
+                rows[name] += 1
+        return rows
 
     def state_dict(self) -> dict[str, Any]:
         """Return this lane's part of ``Order.state_dict``."""
         names = self._mixture.names
         return {
             "number": self._number,
+            "tokens": self._tokens,
             "sources": {
-                name: {"position": position, "credit": credit}
-                for name, position, credit in zip(names, self._positions, self._credit, strict=True)
+                name: {"position": cursor.position, "credit": credit}
+                for name, cursor, credit in zip(names, self._cursors, self._rule.credit, strict=True)
             },
             "buffer": [[names[entry.source], entry.position] for entry in self._buffer],
         }
@@ -119,8 +135,10 @@ class LanePacker:
         """Raise ``StateMismatchError`` unless ``state`` can be loaded."""
         try:
             used = {str(name): int(saved["position"]) for name, saved in state["sources"].items()}
-            fits = int(state["number"]) >= 0 and all(
-                0 <= int(position) < used[name] for name, position in state["buffer"]
+            fits = (
+                int(state["number"]) >= 0
+                and int(state["tokens"]) >= 0
+                and all(0 <= int(position) < used[name] for name, position in state["buffer"])
             )
             _ = [float(saved["credit"]) for saved in state["sources"].values()]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -132,12 +150,11 @@ class LanePacker:
                 f"state of lane {self._lane} buffers samples past the positions it says were drawn",
                 fix="resume from another checkpoint",
             )
-        for index, name in enumerate(self._mixture.names):
-            limit = self._limits[index]
-            if limit is not None and used.get(name, 0) > limit:
+        for name, cursor in zip(self._mixture.names, self._cursors, strict=True):
+            if cursor.limit is not None and used.get(name, 0) > cursor.limit:
                 raise StateMismatchError(
-                    f"lane {self._lane} had {used[name]} samples of source {name!r}, which has {limit} here",
-                    fix="resume with the shards and order.epochs it was saved with",
+                    f"lane {self._lane} had {used[name]} rows of source {name!r}, here it has {cursor.limit}",
+                    fix="resume with the shards and epochs it was saved with",
                 )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,11 +162,13 @@ class LanePacker:
         names = self._mixture.names
         saved = state["sources"]
         gone = sorted(set(saved) - set(names))
-        self._number = int(state["number"])
-        self._positions = [int(saved[name]["position"]) if name in saved else 0 for name in names]
-        self._credit = [float(saved[name]["credit"]) if name in saved else 0.0 for name in names]
+        self._number, self._tokens = int(state["number"]), int(state["tokens"])
+        for name, cursor in zip(names, self._cursors, strict=True):
+            cursor.seek(int(saved[name]["position"]) if name in saved else 0)
+        credit = [float(saved[name]["credit"]) if name in saved else 0.0 for name in names]
         if any(saved[name]["credit"] != 0 for name in gone):
-            self._credit = [0.0] * len(names)
+            credit = [0.0] * len(names)
+        self._rule = Draw(credit)
         index_of = {name: index for index, name in enumerate(names)}
         kept = [(index_of[name], int(position)) for name, position in state["buffer"] if name in index_of]
         if gone:
@@ -159,67 +178,53 @@ class LanePacker:
                 ", ".join(gone),
                 len(state["buffer"]) - len(kept),
             )
-        self._buffer = PackBuffer(self._budgets, look_ahead=self._config.look_ahead)
+        self._buffer = self._new_buffer()
         for source, position in kept:
-            entry = self._entry(source, position)
+            entry = self._cursors[source].entry(position)
             if entry is not None:
                 self._buffer.add(entry)
-        self._used_up = self._find_used_up()
+
+    def _new_buffer(self) -> PackBuffer:
+        return PackBuffer(self._config.budgets, look_ahead=self._config.look_ahead)
 
     def _draw(self) -> Entry | None:
-        """Draw the next sample that a pack can hold; None when no source has one."""
-        while True:
-            source = next_source(self._credit, self._shares)
-            if source is None:
-                return None
-            position = self._positions[source]
-            self._positions[source] = position + 1
-            entry = self._entry(source, position)
-            if entry is None:
-                self._count_drop(source)
-            else:
-                self._drops_in_a_row[source] = 0
-                size = entry.tokens if self._by_tokens else 1
-                charge(self._credit, self._shares, source=source, size=size)
-            if position + 1 == self._limits[source]:
-                self._used_up = self._used_up | {source}
-                self._set_shares()
-            if entry is not None:
-                return entry
-
-    def _entry(self, source: int, position: int) -> Entry | None:
-        """The sample at ``position``, or None where it is dropped (and recorded)."""
-        first, ordinals = self._blocks[source]
-        if not 0 <= position - first < len(ordinals):
-            first, block = self._orders[source].block(self._lane, position)
-            ordinals = block.tolist()
-            self._blocks[source] = (first, ordinals)
-        sample = self._sources[source].sample(ordinals[position - first])
-        entry = admit(sample, self._budgets, oversize=self._config.oversize, source=source, position=position)
-        if isinstance(entry, Entry):
-            return entry
-        self._dropped.append(Dropped(sample.id, sample.key, sample.shard, self._lane, entry))
-        return None
-
-    def _count_drop(self, source: int) -> None:
-        """Stop where a source gives nothing that fits, instead of searching an endless stream for ever."""
-        self._drops_in_a_row[source] += 1
-        order = self._orders[source]
-        limit = max(2 * order.run_length(self._lane), 64 * min(order.num_samples, self._config.lanes))
-        if self._drops_in_a_row[source] > limit and self._limits[source] is None:
-            raise DataError(
-                f"{limit} samples in a row fit no pack; the last one: {self._dropped[-1].reason}",
-                where=f"source {self._mixture.names[source]!r}, lane {self._lane}, {self._dropped[-1].shard}",
-                fix="raise the limit named above, set order.oversize = 'cut', or remove the source",
-            )
+        """Draw the next sample; None when no source has one."""
+        source = self._rule.next(self._next_sizes)
+        if source is None:
+            return None
+        cursor = self._cursors[source]
+        entry = cursor.head()
+        assert entry is not None, f"source {source} has a share and no sample"
+        cursor.advance()
+        self._tokens += entry.tokens
+        self._rule.charge(source, self._next_sizes[source])
+        following = cursor.head()
+        if following is None:
+            self._set_shares()
+            self._announce(source)
+        elif self._by_tokens:
+            self._next_sizes[source] = following.tokens
+        return entry
 
     def _set_shares(self) -> None:
-        self._shares = self._mixture.shares(Moment(self._step), used_up=self._used_up)
-        settle(self._credit, self._shares)
+        """Share out the mixture over the sources that have a sample, and look up the next one of each."""
+        while True:
+            shares = self._mixture.shares(self._moment, used_up=self._used_up())
+            if all(self._look_up(source) for source, share in enumerate(shares) if share > 0):
+                break
+        self._shares = shares
+        self._rule.set_shares(shares)
 
-    def _find_used_up(self) -> frozenset[int]:
-        return frozenset(
-            index
-            for index, limit in enumerate(self._limits)
-            if limit is not None and self._positions[index] >= limit
-        )
+    def _look_up(self, source: int) -> bool:
+        head = self._cursors[source].head()
+        if head is not None and self._by_tokens:
+            self._next_sizes[source] = head.tokens
+        return head is not None
+
+    def _used_up(self) -> frozenset[int]:
+        return frozenset(index for index, cursor in enumerate(self._cursors) if cursor.used_up)
+
+    def _announce(self, source: int) -> None:
+        names = self._mixture.names
+        shares = dict(zip(names, self._shares, strict=True))
+        self._all_used_up.append(UsedUp(names[source], self._lane, self._moment.step, shares))

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -162,31 +161,6 @@ def group_problems(group_of: Mapping[str, str], groups: Collection[str]) -> Iter
     for path in groups:
         if path not in used:
             yield f"no source is in group {path!r}{_nearest(path, used)}"
-
-
-def next_source(credit: Sequence[float], shares: Sequence[float]) -> int | None:
-    """Return the index of the source furthest behind its share, None if no source has a share."""
-    best: int | None = None
-    most = -math.inf
-    for index, value in enumerate(credit):
-        if value > most and shares[index] > 0.0:
-            best, most = index, value
-    return best
-
-
-def charge(credit: list[float], shares: Sequence[float], *, source: int, size: int) -> None:
-    """Book a draw of ``size`` from ``source`` into ``credit``."""
-    for index, share in enumerate(shares):
-        credit[index] += share * size
-    credit[source] -= size
-
-
-def settle(credit: list[float], shares: Sequence[float]) -> None:
-    """Start all credits from zero if a source without a share has one; see the module's docstring."""
-    for value, share in zip(credit, shares, strict=True):
-        if value != 0.0 and share == 0.0:
-            credit[:] = [0.0] * len(credit)
-            return
 
 
 def _now(clock: Clock, at: Moment) -> int:

@@ -5,28 +5,42 @@ the lanes of its group and gets the same packs without a message. A step takes t
 every lane, so the set of packs of a step does not depend on how lanes are spread over groups, ranks or
 workers.
 
-State per lane: the number of the next pack, position and credit of every source, and where the buffered
-samples were drawn. So it holds at most ``look_ahead`` pairs and two numbers per source for each lane, and a
-resume reads the buffered samples' sizes again, nothing else: its cost does not depend on the step.
+State per lane: the number of the next pack, the tokens drawn, position and credit of every source, and where
+the buffered samples were drawn. So it holds at most ``look_ahead`` pairs, two numbers per source and two more
+for each lane. A resume reads the buffered samples' sizes again, nothing else: its cost does not depend on the
+step.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
-from loaders.lane_packer import LanePacker, SampleSource, SizedSource
+from loaders.drawable import check_drawable
+from loaders.fitting import Dropped, cut_text
+from loaders.lane_cursor import LeftOut, SampleSource
+from loaders.lane_packer import LanePacker, UsedUp
 from loaders.lanes import LaneOrder
 from loaders.mixture import Mixture, Moment
 from loaders.order_config import OrderConfig
-from loaders.packing import Dropped, admit
+from loaders.packing import Entry
 from loaders.weight import Weight
 from omni_pipeline.core.errors import ConfigError, StateMismatchError
 from omni_pipeline.core.plan import Pack
+from omni_pipeline.core.sample import Sample
 
-__all__ = ["Order", "OrderConfig", "SampleSource", "check_fits", "merge_states", "restrict"]
+__all__ = ["LanePack", "Order", "OrderConfig", "SampleSource", "merge_states", "restrict"]
+
+
+@dataclass(frozen=True, slots=True)
+class LanePack:
+    """A pack as numbers: its lane, its running number there, and its entries in sequence order."""
+
+    lane: int
+    number: int
+    entries: list[Entry]
 
 
 class Order:
@@ -38,10 +52,13 @@ class Order:
         weights: By source name; one for each source.
         seed: Seed of the run.
         lanes: The lanes wanted here, each in [0, config.lanes).
+        epochs: By source name, where it is not ``config.epochs``: times its rows are seen.
+        group_of: As in ``Mixture``.
+        groups: As in ``Mixture``.
 
     Raises:
-        ConfigError: Names twice, weights that do not fit the sources, a source without samples or with none
-            that fits a pack, or a lane out of range.
+        ConfigError: Names twice, weights that do not fit the sources, a source without rows or with none that
+            can be drawn, or a lane out of range.
     """
 
     def __init__(
@@ -52,37 +69,31 @@ class Order:
         weights: Mapping[str, Weight],
         seed: int,
         lanes: Iterable[int],
+        epochs: Mapping[str, int] | None = None,
+        group_of: Mapping[str, str] | None = None,
+        groups: Mapping[str, Weight] | None = None,
     ) -> None:
         self._config = config
-        self._dropped: list[Dropped] = []
+        self._left_out = LeftOut()
+        self._used_up: list[UsedUp] = []
         self._started = False
-        self._step = 0
-        self._mixture = Mixture(weights)
-        ordered = _by_name(sources, weights)
-        orders = [
+        self._mixture = Mixture(weights, group_of=group_of, groups=groups)
+        self._sources = _by_name(sources, weights)
+        caps = epochs or {}
+        self._orders = [
             LaneOrder(
                 source.shard_sizes,
                 name=source.name,
                 lanes=config.lanes,
                 seed=seed,
                 shuffle_block=config.shuffle_block,
-                epochs=config.epochs,
+                epochs=caps.get(source.name, config.epochs),
             )
-            for source in ordered
+            for source in self._sources
         ]
         ever = self._mixture.drawn_from(Moment(0))
-        check_fits([source for index, source in enumerate(ordered) if index in ever], config)
-        wanted = sorted(set(lanes))
-        if wanted and not (wanted[0] >= 0 and wanted[-1] < config.lanes):
-            raise ConfigError(
-                f"lanes {wanted} are not all in [0, {config.lanes})", fix="ask for lanes below order.lanes"
-            )
-        self._lanes = {
-            lane: LanePacker(
-                lane, config, mixture=self._mixture, sources=ordered, orders=orders, dropped=self._dropped
-            )
-            for lane in wanted
-        }
+        check_drawable([source for index, source in enumerate(self._sources) if index in ever], config)
+        self._lanes = {lane: self._lane_packer(lane) for lane in _wanted(lanes, config)}
 
     @property
     def lanes(self) -> tuple[int, ...]:
@@ -95,10 +106,12 @@ class Order:
 
         Lanes of other groups may still have some: groups must agree before one of them stops.
         """
-        if self._config.epochs is None:
-            return False
-        ever = self._mixture.drawn_from(Moment(self._step))
-        return all(lane.exhausted(ever) for lane in self._lanes.values())
+        return all(lane.exhausted for lane in self._lanes.values())
+
+    @property
+    def left_out(self) -> Counter[tuple[str, str]]:
+        """Rows passed by since this object was made, by (source, reason): see ``lane_cursor.LeftOut``."""
+        return self._left_out.counts.copy()
 
     def next_step(self, step: int) -> list[Pack]:
         """Return the next ``packs_per_lane`` packs of every lane, by lane then number.
@@ -109,24 +122,51 @@ class Order:
             step: The step being filled, from 0; the weights are those of this step.
 
         Raises:
-            DataError: A source gives nothing but samples that fit no pack.
+            DataError: A source gives nothing that can be drawn.
+        """
+        return [self.pack_of(found) for found in self.next_entries(step)]
+
+    def next_entries(self, step: int) -> list[LanePack]:
+        """Return the same packs as ``next_step`` would, as numbers: to follow many steps quickly.
+
+        Raises:
+            DataError: A source gives nothing that can be drawn.
         """
         self._started = True
-        self._step = step
-        per_lane = self._config.packs_per_lane
-        return [lane.next_pack(step) for lane in self._lanes.values() for _ in range(per_lane)]
+        found = []
+        for number, lane in self._lanes.items():
+            lane.begin_step(step)
+            found += [LanePack(number, *lane.next_pack()) for _ in range(self._config.packs_per_lane)]
+        return found
+
+    def pack_of(self, found: LanePack) -> Pack:
+        """Return the pack with its samples."""
+        return Pack(found.lane, found.number, tuple([self._sample(entry) for entry in found.entries]))
+
+    def remaining(self) -> Counter[str]:
+        """Return the rows of these lanes that are not packed yet, by source; those without end are absent."""
+        total: Counter[str] = Counter()
+        for lane in self._lanes.values():
+            total.update(lane.remaining())
+        return total
 
     def drain_dropped(self) -> list[Dropped]:
-        """Return the samples dropped since the last call, in the order they were met, and forget them."""
-        dropped = list(self._dropped)
-        self._dropped.clear()
+        """Return the rows dropped since the last call, in the order they were met, and forget them."""
+        dropped = list(self._left_out.dropped)
+        self._left_out.dropped.clear()
         return dropped
+
+    def drain_used_up(self) -> list[UsedUp]:
+        """Return the (source, lane) pairs that ended since the last call, and forget them."""
+        used_up = list(self._used_up)
+        self._used_up.clear()
+        return used_up
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the packs given so far, JSON-plain.
 
-        ``{lane: {"number": of the next pack, "sources": {name: {"position", "credit"}}, "buffer": [[name,
-        position], ...]}}``, the buffer oldest first.
+        ``{lane: {"number": of the next pack, "tokens": drawn, "sources": {name: {"position", "credit"}},
+        "buffer": [[name, position], ...]}}``, the buffer oldest first.
         """
         return {str(number): lane.state_dict() for number, lane in self._lanes.items()}
 
@@ -148,41 +188,20 @@ class Order:
         for number, lane in self._lanes.items():
             lane.load_state_dict(own[str(number)])
 
-
-def check_fits(sources: Iterable[SampleSource], config: OrderConfig) -> None:
-    """Raise unless every source has a sample that fits a pack; under 0.2 s per million samples.
-
-    Sources that do not know all their sizes (no ``SizedSource``) are passed by.
-
-    Raises:
-        ConfigError: Names source, its smallest sample, and the limit.
-    """
-    budgets = config.budgets
-    for source in sources:
-        if not isinstance(source, SizedSource):
-            continue
-        sizes = source.pack_sizes()
-        tokens = sizes.tokens if config.oversize == "drop" else sizes.cut_tokens
-        fits = (
-            (tokens <= budgets.tokens)
-            & (sizes.patches <= budgets.patches)
-            & (sizes.mel_frames <= budgets.mel_frames)
+    def _lane_packer(self, lane: int) -> LanePacker:
+        return LanePacker(
+            lane,
+            self._config,
+            mixture=self._mixture,
+            sources=self._sources,
+            orders=self._orders,
+            left_out=self._left_out,
+            used_up=self._used_up,
         )
-        if fits.any():
-            continue
-        shares = (
-            tokens / budgets.tokens,
-            sizes.patches / budgets.patches,
-            sizes.mel_frames / budgets.mel_frames,
-        )
-        smallest = int(np.maximum.reduce(shares).argmin())
-        sample = source.sample(smallest)
-        reason = admit(sample, budgets, oversize=config.oversize, source=0, position=0)
-        raise ConfigError(
-            f"none of {len(tokens)} samples fits a pack; the smallest has {reason}",
-            where=f"source {source.name!r}, {sample.shard}, sample {sample.key}",
-            fix="raise the limit named above, or remove the source",
-        )
+
+    def _sample(self, entry: Entry) -> Sample:
+        sample = self._sources[entry.source].sample(entry.ordinal)
+        return cut_text(sample, max_tokens=entry.tokens)
 
 
 def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -216,6 +235,15 @@ def restrict(state: Mapping[str, Any], lanes: Iterable[int]) -> dict[str, Any]:
             fix="resume with the order.lanes it was saved with, and merge the states of all groups first",
         )
     return {lane: state[lane] for lane in wanted}
+
+
+def _wanted(lanes: Iterable[int], config: OrderConfig) -> list[int]:
+    wanted = sorted(set(lanes))
+    if wanted and not (wanted[0] >= 0 and wanted[-1] < config.lanes):
+        raise ConfigError(
+            f"lanes {wanted} are not all in [0, {config.lanes})", fix="ask for lanes below order.lanes"
+        )
+    return wanted
 
 
 def _by_name(sources: Sequence[SampleSource], weights: Mapping[str, Weight]) -> list[SampleSource]:

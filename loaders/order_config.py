@@ -31,6 +31,7 @@ class OrderConfig(BaseModel):
     max_mel_frames: int | None = Field(
         None, ge=1, description="Most mel frames of audio in one pack; unset: no limit."
     )
+    max_samples: int | None = Field(None, ge=1, description="Most samples in one pack; unset: no limit.")
     unit: Literal["tokens", "samples"] = Field(
         "tokens", description="What the sources' weights are shares of."
     )
@@ -63,4 +64,5 @@ class OrderConfig(BaseModel):
             tokens=self.seq_len,
             patches=UNLIMITED if self.max_patches is None else self.max_patches,
             mel_frames=UNLIMITED if self.max_mel_frames is None else self.max_mel_frames,
+            samples=UNLIMITED if self.max_samples is None else self.max_samples,
         )

@@ -5,24 +5,17 @@ starves. Then the largest sample (in tokens; ties: the oldest) that fits what is
 added, the buffer is topped up, and so on until none fits. Best fit keeps the buffer sorted by size: one
 pick is a bisection, plus a step down for each candidate that another budget refuses.
 
-Samples are whole or not at all. One larger than a whole budget is dropped and recorded, or, where only
-tokens are too many and it ends in text, that text is cut at its end; media are never cut.
+All of it works on numbers (``Entry``); nothing here needs to know what a sample is made of.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Literal
-
-import numpy as np
-import numpy.typing as npt
-
-from omni_pipeline.core.sample import Modality, Sample, SampleId
+from dataclasses import dataclass
+from typing import NamedTuple
 
 UNLIMITED = 1 << 62
-_TEXT, _AUDIO = Modality.TEXT, Modality.AUDIO
 _ARRIVAL_BITS = 48
 _LAST_ARRIVAL = (1 << _ARRIVAL_BITS) - 1
 
@@ -35,116 +28,33 @@ class Budgets:
         tokens: Sequence positions.
         patches: Vision patches, images and videos together.
         mel_frames: Mel frames of audio.
+        samples: Samples.
     """
 
     tokens: int
     patches: int = UNLIMITED
     mel_frames: int = UNLIMITED
+    samples: int = UNLIMITED
 
 
-@dataclass(frozen=True, slots=True)
-class PackSizes:
-    """What each sample of a source takes of a pack, by ordinal: int64 [samples] each.
+class Entry(NamedTuple):
+    """A drawn sample as numbers.
 
     Args:
-        tokens: Sequence positions.
-        cut_tokens: The least of them where ``oversize`` cuts: all but one token of a text at the end gone.
+        source: Index of its source.
+        position: Position in its lane of that source.
+        ordinal: Place in the unshuffled concatenation of the source's shards.
+        tokens: Sequence positions it takes, after cutting.
         patches: Vision patches.
         mel_frames: Mel frames of audio.
     """
 
-    tokens: npt.NDArray[np.int64]
-    cut_tokens: npt.NDArray[np.int64]
-    patches: npt.NDArray[np.int64]
-    mel_frames: npt.NDArray[np.int64]
-
-
-@dataclass(slots=True)
-class Entry:
-    """A drawn sample with its sizes, and where it was drawn: source index and position in the lane."""
-
     source: int
     position: int
-    sample: Sample
+    ordinal: int
     tokens: int
     patches: int
     mel_frames: int
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """A sample that no pack can hold, and why."""
-
-    id: SampleId
-    key: str
-    shard: str
-    lane: int
-    reason: str
-
-
-def media_units(sample: Sample) -> tuple[int, int]:
-    """Return (vision patches, mel frames) of a sample."""
-    patches = mel_frames = 0
-    for segment in sample.segments:
-        modality = segment.modality
-        if modality is _TEXT:
-            continue
-        first, second, third = segment.grid
-        if modality is _AUDIO:
-            mel_frames += first * second * third
-        else:
-            patches += first * second * third
-    return patches, mel_frames
-
-
-def admit(
-    sample: Sample, budgets: Budgets, *, oversize: Literal["drop", "cut"], source: int, position: int
-) -> Entry | str:
-    """Return the sample as a pack may hold it, or the reason to drop it.
-
-    Args:
-        sample: As drawn.
-        budgets: Of one pack.
-        oversize: What to do with too many tokens; too many patches or mel frames always drop the sample.
-        source: Index of the source it was drawn from.
-        position: Position it was drawn at.
-    """
-    patches, mel_frames = media_units(sample)
-    tokens = sample.num_tokens
-    if patches > budgets.patches:
-        return f"{patches} patches, limit {budgets.patches} (order.max_patches)"
-    if mel_frames > budgets.mel_frames:
-        return f"{mel_frames} mel frames, limit {budgets.mel_frames} (order.max_mel_frames)"
-    if tokens < 1:
-        return "no tokens"
-    if tokens > budgets.tokens:
-        reason = f"{tokens} tokens, limit {budgets.tokens} (order.seq_len)"
-        if oversize == "drop":
-            return reason
-        shorter = cut_text(sample, max_tokens=budgets.tokens)
-        if shorter is None:
-            return f"{reason}; no text at its end that could be cut"
-        sample, tokens = shorter, budgets.tokens
-    return Entry(source, position, sample, tokens, patches, mel_frames)
-
-
-def cut_text(sample: Sample, *, max_tokens: int) -> Sample | None:
-    """Return the sample with its trailing text cut to make it ``max_tokens`` long, None if it cannot be.
-
-    At least one token of the segment stays, and the end-of-sample token is kept. Its ``offset`` and
-    ``length`` are those of the whole text: the loader decodes it and keeps the first ``grid[0]`` tokens.
-    """
-    excess = sample.num_tokens - max_tokens
-    last = sample.segments[-1] if sample.segments else None
-    if last is None or last.is_media or last.num_tokens <= excess:
-        return None
-    kept = last.num_tokens - excess
-    return replace(
-        sample,
-        segments=(*sample.segments[:-1], replace(last, grid=(kept, 1, 1), num_tokens=kept)),
-        num_tokens=max_tokens,
-        num_labels=sample.num_labels - (excess if last.loss else 0),
-    )
 
 
 class PackBuffer:
@@ -186,25 +96,26 @@ class PackBuffer:
         self._fill(draw)
         if not self._keys:
             return []
-        first = next(iter(self._entries))
-        entry = self._pop(bisect_left(self._keys, first))
+        budgets = self._budgets
+        entry = self._pop(bisect_left(self._keys, next(iter(self._entries))))
         pack = [entry]
-        tokens = self._budgets.tokens - entry.tokens
-        patches = self._budgets.patches - entry.patches
-        mel_frames = self._budgets.mel_frames - entry.mel_frames
-        while True:
+        tokens = budgets.tokens - entry.tokens
+        patches = budgets.patches - entry.patches
+        mel_frames = budgets.mel_frames - entry.mel_frames
+        while len(pack) < budgets.samples:
             self._fill(draw)
             best = self._best_fit(tokens, patches, mel_frames)
             if best < 0:
-                return pack
+                break
             entry = self._pop(best)
             pack.append(entry)
             tokens -= entry.tokens
             patches -= entry.patches
             mel_frames -= entry.mel_frames
+        return pack
 
     def _fill(self, draw: Callable[[], Entry | None]) -> None:
-        while len(self._keys) < self._look_ahead:
+        for _ in range(self._look_ahead - len(self._keys)):
             entry = draw()
             if entry is None:
                 return

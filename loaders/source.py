@@ -22,8 +22,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from loaders.columns import MODALITIES, SegmentColumns, concatenate, find_members, size_members
 from loaders.decode.text import Tokenizer
+from loaders.fitting import PackSizes
 from loaders.index import MODALITY_OF_SUFFIX, ShardIndex, member_name, modality_of, read_index
-from loaders.packing import PackSizes
 from loaders.storage import expand_shards
 from loaders.weight import Weight
 from omni_pipeline.core.errors import ConfigError, ShardError
@@ -136,20 +136,31 @@ class Source:
             for config, columns in zip(self._fields, self._columns, strict=True)
         )
 
-    def pack_sizes(self) -> PackSizes:
-        """Return what each sample takes of a pack, by ordinal; under 0.2 s per million samples."""
-        zeros = np.zeros(len(self), dtype=np.int64)
-        tokens, patches, mel_frames = zeros + 1, zeros.copy(), zeros.copy()
+    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
+        """Return what these samples take of a pack."""
+        tokens = np.ones(len(ordinals), dtype=np.int64)
+        patches, mel_frames = np.zeros_like(tokens), np.zeros_like(tokens)
         for columns in self._columns:
-            tokens += columns.num_tokens
-            is_text, is_audio = columns.modality == _TEXT, columns.modality == _AUDIO
-            time, rows, across = columns.grid.T
-            units = time.astype(np.int64) * rows * across
+            tokens += columns.num_tokens[ordinals]
+            modality = columns.modality[ordinals]
+            is_text, is_audio = modality == _TEXT, modality == _AUDIO
+            units = columns.grid[ordinals].astype(np.int64).prod(axis=1)
             mel_frames += units * is_audio
             patches += units * ~(is_text | is_audio)
         last = self._columns[-1]
-        cut = np.where(last.modality == _TEXT, np.maximum(last.num_tokens - 1, 0), 0)
-        return PackSizes(tokens=tokens, cut_tokens=tokens - cut, patches=patches, mel_frames=mel_frames)
+        words = last.num_tokens[ordinals]
+        cut = np.where(last.modality[ordinals] == _TEXT, np.maximum(words - 1, 0), 0)
+        status = np.zeros(len(ordinals), dtype=np.int8)
+        return PackSizes(tokens, tokens - cut, patches, mel_frames, status)
+
+    def identify(self, ordinal: int) -> tuple[SampleId, str, str]:
+        """Return (id, key, shard) of a row."""
+        sample = self.sample(ordinal)
+        return sample.id, sample.key, sample.shard
+
+    def problem(self, ordinal: int) -> str:
+        """Return why a row cannot be used; such rows are left out when the source is opened."""
+        raise IndexError(f"row {ordinal} of source {self.name!r} is usable")
 
     def sample(self, ordinal: int) -> Sample:
         """Return the sample at ``ordinal``, 0 to len - 1; no I/O, some microseconds.

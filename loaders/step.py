@@ -25,8 +25,8 @@ from loaders.assemble import (
 )
 from loaders.budget import ByteBudget
 from loaders.decode.segment import DecodeRequest, DecodeSettings
+from loaders.fitting import Dropped
 from loaders.loader_config import LoaderConfig
-from loaders.packing import Dropped
 from loaders.quarantine import PLAN_STAGE, ErrorBudget, QuarantineRecord
 from loaders.workers import Decoded, Decoder, Failure
 from omni_pipeline.core.batch import Batch, MicroBatch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,13 +46,15 @@ class Stream:
     Args:
         order: Settings of the order.
         sources: Opened sources.
-        weights: By source name.
+        configs: Their settings, in the same order.
+        groups: Weight of each group of sources, by path.
         seed: Seed of the order.
     """
 
     order: OrderConfig
     sources: tuple[Source, ...]
-    weights: dict[str, Weight]
+    configs: tuple[SourceConfig, ...]
+    groups: Mapping[str, Weight]
     seed: int
 
     def order_of_group(self, group: int, topology: Topology) -> Order:
@@ -60,15 +62,23 @@ class Stream:
         return Order(
             self.order,
             sources=self.sources,
-            weights=self.weights,
+            weights={config.name: config.weight for config in self.configs},
             seed=self.seed,
             lanes=lanes_of_group(group, self.order.lanes, topology),
+            epochs={config.name: config.epochs for config in self.configs if config.epochs is not None},
+            group_of=self._group_of,
+            groups=self.groups,
         )
 
     def is_drawn(self, name: str) -> bool:
         """Return whether the source has a weight above 0 at any step."""
-        mixture = Mixture(self.weights)
+        weights = {config.name: config.weight for config in self.configs}
+        mixture = Mixture(weights, group_of=self._group_of, groups=self.groups)
         return mixture.names.index(name) in mixture.drawn_from(Moment(0))
+
+    @property
+    def _group_of(self) -> dict[str, str]:
+        return {config.name: config.group for config in self.configs if config.group is not None}
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -113,7 +123,7 @@ def training_stream(config: RunConfig, tokenizer: Tokenizer) -> Stream:
     Raises:
         ConfigError: A source is missing, empty, or without an index.
     """
-    stream = _stream(config, config.sources, tokenizer, order=config.order)
+    stream = _stream(config, config.sources, tokenizer, order=config.order, groups=config.groups)
     if not any(source.has_labels for source in stream.sources if stream.is_drawn(source.name)):
         raise ConfigError(
             "no source has text that is trained on, so there is nothing to learn",
@@ -124,7 +134,8 @@ def training_stream(config: RunConfig, tokenizer: Tokenizer) -> Stream:
 
 def held_out_stream(config: RunConfig, source: SourceConfig, tokenizer: Tokenizer) -> Stream:
     """Open one held-out source, to be seen exactly once."""
-    return _stream(config, [source], tokenizer, order=config.order.model_copy(update={"epochs": 1}))
+    alone = source.model_copy(update={"weight": 1.0, "group": None, "epochs": 1})
+    return _stream(config, [alone], tokenizer, order=config.order, groups={})
 
 
 def build_planner(config: RunConfig, topology: Topology) -> GroupPlanner:
@@ -218,11 +229,15 @@ def section_digests(config: RunConfig) -> dict[str, str]:
 
 
 def _stream(
-    config: RunConfig, sources: Sequence[SourceConfig], tokenizer: Tokenizer, *, order: OrderConfig
+    config: RunConfig,
+    sources: Sequence[SourceConfig],
+    tokenizer: Tokenizer,
+    *,
+    order: OrderConfig,
+    groups: Mapping[str, Weight],
 ) -> Stream:
     opened = tuple(open_source(source, sizes=config.model.sizes, tokenizer=tokenizer) for source in sources)
-    weights = {source.name: source.weight for source in sources}
-    return Stream(order=order, sources=opened, weights=weights, seed=config.run.seed)
+    return Stream(order=order, sources=opened, configs=tuple(sources), groups=groups, seed=config.run.seed)
 
 
 def _vision_shape(model: ModelConfig) -> TransformerShape:

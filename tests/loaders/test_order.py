@@ -6,21 +6,23 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from loaders.order import Order, OrderConfig, SampleSource, check_fits, merge_states, restrict
-from loaders.packing import PackSizes, media_units
+from loaders.drawable import check_drawable
+from loaders.fitting import FILTERED, UNUSABLE, PackSizes
+from loaders.order import Order, OrderConfig, SampleSource, merge_states, restrict
 from loaders.weight import Weight
 from omni_pipeline.core.errors import ConfigError, DataError, StateMismatchError
 from omni_pipeline.core.plan import Pack
-from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
+from omni_pipeline.core.sample import Modality, SampleId, Segment
 from tests.support.strategies import MemorySource, media_segment, source_sets, text_segment, text_source
 
 FAST = settings(deadline=None, max_examples=12)
@@ -142,19 +144,107 @@ def test_a_state_restored_on_other_groups_of_lanes_continues_exactly(
 
 @FAST
 @given(sources=source_sets(), epochs=st.integers(1, 3), oversize=st.sampled_from(["drop", "cut"]))
-def test_finite_epochs_give_every_sample_exactly_that_often_or_record_it_as_dropped(
+def test_finite_epochs_give_every_sample_exactly_that_often_or_count_it_as_left_out(
     sources: list[MemorySource], epochs: int, oversize: str
 ) -> None:
-    order = build(config(epochs=epochs, oversize=oversize), sources)
+    try:
+        order = build(config(epochs=epochs, oversize=oversize), sources)
+    except ConfigError:
+        return  # a source of which nothing fits
     packs = [pack for step in ends(order) for pack in step]
-    dropped = order.drain_dropped()
-    counts = Counter(ids(packs)) + Counter(item.id for item in dropped)
-    assert counts == {
-        source.sample(ordinal).id: epochs for source in sources for ordinal in range(sum(source.shard_sizes))
-    }
+    counts = Counter(ids(packs))
+    dropped = {item.id for item in order.drain_dropped()}
+    rows = {source.sample(ordinal).id for source in sources for ordinal in range(sum(source.shard_sizes))}
+    assert counts == dict.fromkeys(rows - dropped, epochs), "a row is seen in all epochs or recorded"
+    left_out = order.left_out
+    assert left_out.total() == epochs * len(dropped)
+    assert {reason for _, reason in left_out} <= {"oversize"}
     for pack in packs:
         assert pack.num_tokens <= 400
     assert order.drain_dropped() == []
+    assert not any(order.remaining().values())
+
+
+@dataclass(frozen=True)
+class PartlyUsableSource(MemorySource):
+    """Rows whose ordinal is 1, 2 or 3 modulo 5 are filtered, denied or unusable."""
+
+    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
+        status = np.where(ordinals % 5 <= 3, ordinals % 5, 0).astype(np.int8)
+        return replace(super().sizes(ordinals), status=status)
+
+    def problem(self, ordinal: int) -> str:
+        assert ordinal % 5 == UNUSABLE
+        return f"row {ordinal} is bad"
+
+
+def test_rows_that_are_left_out_are_passed_by_and_only_the_unwanted_losses_are_recorded() -> None:
+    source = PartlyUsableSource("text", [10, 0, 40], [[text_segment(30)]])
+    order = build(config(epochs=3), [source])
+    packs = [pack for step in ends(order) for pack in step]
+    usable = {source.sample(ordinal).id for ordinal in range(50) if ordinal % 5 in (0, 4)}
+    assert Counter(ids(packs)) == dict.fromkeys(usable, 3)
+    assert order.left_out == {("text", "where"): 30, ("text", "deny"): 30, ("text", "unusable"): 30}
+    dropped = order.drain_dropped()
+    assert sorted(item.reason for item in dropped) == sorted(
+        f"row {ordinal} is bad" for ordinal in range(3, 50, 5)
+    ), "once, in the first round"
+    assert not any(order.remaining().values())
+
+
+def test_a_source_of_which_all_rows_are_left_out_says_how_many_and_why() -> None:
+    source = PartlyUsableSource("text", [4], [[text_segment(30)]])
+    status = np.array([1, 1, 2, 3], dtype=np.int8)
+    nothing = StatusSource(source.name, source.shard_sizes, source.segments, status=status)
+    with pytest.raises(ConfigError) as caught:
+        build(config(), [nothing])
+    assert str(caught.value) == (
+        "no sample can be drawn: of 4 rows 2 left out by `where`, 1 denied, 1 unusable "
+        "(text-00000.tar, sample 0000-000003: row 3 is bad)\n"
+        "  where: source 'text'\n"
+        "  fix:   widen its `where` and deny-lists, mend its shards, or remove the source"
+    )
+
+
+@dataclass(frozen=True)
+class StatusSource(PartlyUsableSource):
+    """Rows of the given status."""
+
+    status: npt.NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
+
+    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
+        return replace(super().sizes(ordinals), status=self.status[ordinals])
+
+
+def test_an_endless_source_that_gives_nothing_more_stops_the_run_instead_of_hanging() -> None:
+    good = text_source("text", [4], [30])
+    status = np.zeros(4, dtype=np.int8)
+    changing = StatusSource(good.name, good.shard_sizes, good.segments, status=status)
+    order = build(config(), [changing])
+    status[:] = FILTERED
+    with pytest.raises(DataError, match="257 rows in a row cannot be drawn"):
+        order.next_step(0)
+
+
+def test_an_epoch_cap_of_one_source_leaves_the_others_going_on_and_is_announced() -> None:
+    sources = [text_source("small", [8], [100]), text_source("large", [60], [100])]
+    order = Order(
+        config(),
+        sources=sources,
+        weights={"small": 3, "large": 1},
+        seed=0,
+        lanes=range(4),
+        epochs={"small": 2},
+    )
+    packs = [pack for step in range(10) for pack in order.next_step(step)]
+    assert Counter(found.source for found in ids(packs))["small"] == 16
+    assert all(pack.samples for pack in packs)
+    assert not order.exhausted
+    events = order.drain_used_up()
+    assert sorted((event.source, event.lane) for event in events) == [("small", lane) for lane in range(4)]
+    assert all(event.shares == {"large": 1.0, "small": 0.0} for event in events)
+    assert order.drain_used_up() == []
+    assert order.remaining() == {"small": 0}
 
 
 def test_an_exhausted_lane_gives_empty_packs_so_the_geometry_stays() -> None:
@@ -235,29 +325,6 @@ def test_a_cut_sample_comes_back_cut_from_the_buffer() -> None:
     assert max(sample.num_tokens for pack in packs for sample in pack.samples) == 400
 
 
-def test_a_source_of_oversize_samples_stops_the_run_instead_of_hanging() -> None:
-    order = build(config(oversize="drop"), [text_source("text", [50], [500])])
-    with pytest.raises(DataError) as caught:
-        order.next_step(0)
-    assert str(caught.value) == (
-        "256 samples in a row fit no pack; the last one: 500 tokens, limit 400 (order.seq_len)\n"
-        "  where: source 'text', lane 0, text-00000.tar\n"
-        "  fix:   raise the limit named above, set order.oversize = 'cut', or remove the source"
-    )
-
-
-@dataclass(frozen=True)
-class SizedMemorySource(MemorySource):
-    """A source in memory that knows all its sizes."""
-
-    def pack_sizes(self) -> PackSizes:
-        samples = [self.sample(ordinal) for ordinal in range(sum(self.shard_sizes))]
-        tokens = np.array([sample.num_tokens for sample in samples])
-        cut = [sample.segments[-1].num_tokens - 1 for sample in samples]  # they all end in text here
-        units = np.array([media_units(sample) for sample in samples])
-        return PackSizes(tokens, tokens - np.array(cut), units[:, 0], units[:, 1])
-
-
 @pytest.mark.parametrize("epochs", [None, 1])
 @pytest.mark.parametrize(
     ("oversize", "parts", "reason"),
@@ -283,7 +350,7 @@ class SizedMemorySource(MemorySource):
 def test_a_source_of_which_no_sample_fits_is_refused_before_the_run_starts(
     epochs: int | None, oversize: Literal["drop", "cut"], parts: list[list[Segment]], reason: str
 ) -> None:
-    bad = SizedMemorySource("bad", [2], parts)
+    bad = MemorySource("bad", [2], parts)
     settings_ = config(oversize=oversize, epochs=epochs)
     with pytest.raises(ConfigError) as caught:
         build(settings_, [text_source("good", [9], [10]), bad])
@@ -300,9 +367,9 @@ def test_one_sample_that_fits_all_budgets_at_once_is_enough_and_needed() -> None
     many_patches = [media_segment(Modality.IMAGE, (1, 24, 24)), text_segment(3)]
     long = [text_segment(600)]
     with pytest.raises(ConfigError, match="none of 2 samples fits"):
-        check_fits([SizedMemorySource("s", [2], [many_patches, long])], config(oversize="drop"))
-    check_fits([SizedMemorySource("s", [2], [many_patches, long])], config(oversize="cut"))
-    check_fits([SizedMemorySource("s", [3], [many_patches, long, [text_segment(399)]])], config())
+        check_drawable([MemorySource("s", [2], [many_patches, long])], config(oversize="drop"))
+    check_drawable([MemorySource("s", [2], [many_patches, long])], config(oversize="cut"))
+    check_drawable([MemorySource("s", [3], [many_patches, long, [text_segment(399)]])], config())
 
 
 def test_the_state_is_plain_and_as_small_as_it_says() -> None:
@@ -313,7 +380,7 @@ def test_the_state_is_plain_and_as_small_as_it_says() -> None:
         assert json.loads(json.dumps(state)) == state
         assert sorted(state) == ["0", "1", "2", "3"]
         for lane in state.values():
-            assert sorted(lane) == ["buffer", "number", "sources"]
+            assert sorted(lane) == ["buffer", "number", "sources", "tokens"]
             assert lane["number"] == 2 * (step + 1)
             assert sorted(lane["sources"]) == ["images", "talks", "text", "video"]
             assert all(sorted(saved) == ["credit", "position"] for saved in lane["sources"].values())
@@ -332,16 +399,19 @@ def test_state_dict_shares_nothing_and_changes_nothing() -> None:
     assert order.next_step(1) == control.next_step(1)
 
 
-class CountingSource:
-    """Counts how often a sample is looked up."""
+@dataclass(frozen=True)
+class CountingSource(MemorySource):
+    """Counts the rows that are looked at."""
 
-    def __init__(self, source: MemorySource) -> None:
-        self.name, self.shard_sizes, self._source = source.name, source.shard_sizes, source
-        self.num_reads = 0
+    looked_at: list[int] = field(default_factory=list)
 
-    def sample(self, ordinal: int) -> Sample:
-        self.num_reads += 1
-        return self._source.sample(ordinal)
+    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
+        self.looked_at.append(len(ordinals))
+        return super().sizes(ordinals)
+
+
+def counting_sources() -> list[CountingSource]:
+    return [CountingSource(found.name, found.shard_sizes, found.segments) for found in mixed_sources()]
 
 
 def test_a_resume_at_any_step_looks_up_the_buffered_samples_and_nothing_else() -> None:
@@ -352,10 +422,13 @@ def test_a_resume_at_any_step_looks_up_the_buffered_samples_and_nothing_else() -
         for saved in lane["sources"].values():
             saved["position"] += 10**12
         lane["buffer"] = [[name, position + 10**12] for name, position in lane["buffer"]]
-    sources = [CountingSource(source) for source in mixed_sources()]
+    sources = counting_sources()
     far = build(config(), sources)
+    for source in sources:
+        source.looked_at.clear()  # the check that something can be drawn
     far.load_state_dict(json.loads(json.dumps(state)))
-    assert sum(source.num_reads for source in sources) == sum(len(lane["buffer"]) for lane in state.values())
+    looked_at = [count for source in sources for count in source.looked_at]
+    assert looked_at == [1] * sum(len(lane["buffer"]) for lane in state.values())
     assert far.state_dict() == state
     assert all(pack.samples for pack in far.next_step(10**9))
 
@@ -376,7 +449,7 @@ def test_loading_a_state_without_an_own_lane_is_refused_in_full_words() -> None:
         (lambda lane: lane.pop("number"), "malformed"),
         (lambda lane: lane["sources"].clear(), "malformed"),
         (lambda lane: lane["buffer"].append(["text", 10**6]), "buffers samples past the positions"),
-        (lambda lane: lane["sources"]["text"].update(position=10**6), "samples of source 'text', which has"),
+        (lambda lane: lane["sources"]["text"].update(position=10**6), "rows of source 'text', here it has"),
         (lambda lane: lane["sources"]["text"].update(credit="much"), "malformed"),
     ],
 )
@@ -454,5 +527,5 @@ def test_the_order_does_not_depend_on_the_order_in_which_sources_are_named() -> 
 def test_a_group_without_lanes_gives_no_packs() -> None:
     order = build(config(), mixed_sources(), lanes=[])
     assert order.next_step(0) == []
-    assert not order.exhausted
+    assert order.exhausted, "it has nothing to give, so it does not keep others from ending"
     assert order.state_dict() == {}

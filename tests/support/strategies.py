@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import numpy as np
+import numpy.typing as npt
 
+from loaders.fitting import PackSizes, sizes_of
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.sizes import ModelSizes, media_rows
 from omni_pipeline.core.topology import Topology
@@ -62,6 +65,19 @@ class MemorySource:
     name: str
     shard_sizes: Sequence[int]
     segments: Sequence[Sequence[Segment]] = field(repr=False)
+
+    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
+        """Return the sizes of these rows."""
+        return sizes_of([self.sample(ordinal) for ordinal in ordinals.tolist()])
+
+    def identify(self, ordinal: int) -> tuple[SampleId, str, str]:
+        """Return (id, key, shard) of a row."""
+        sample = self.sample(ordinal)
+        return sample.id, sample.key, sample.shard
+
+    def problem(self, ordinal: int) -> str:
+        """Not asked: all rows are usable."""
+        raise AssertionError(f"row {ordinal} is usable")
 
     def sample(self, ordinal: int) -> Sample:
         """Return the sample at ``ordinal``."""
