@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
-from loaders.mixture import Mixture, Moment, charge, next_source, settle
+from loaders.mixture import Mixture, Moment
 from loaders.weight import Weight, curve_of
 from omni_pipeline.core.errors import ConfigError
 
@@ -21,94 +20,6 @@ weights = st.lists(st.floats(0.001, 100), min_size=1, max_size=6)
 
 def named(values: list[float]) -> dict[str, Weight]:
     return dict(zip(NAMES, values, strict=False))
-
-
-def draw(credit: list[float], shares: tuple[float, ...], size: int) -> int:
-    settle(credit, shares)
-    source = next_source(credit, shares)
-    assert source is not None
-    charge(credit, shares, source=source, size=size)
-    return source
-
-
-def harmonic(count: int) -> float:
-    return sum(1 / k for k in range(1, count + 1))
-
-
-@FAST
-@given(values=weights, sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=300))
-def test_what_each_source_gave_is_its_share_within_the_proven_bound(
-    values: list[float], sizes: list[int]
-) -> None:
-    shares = Mixture(named(values)).shares(Moment(0))
-    credit = [0.0] * len(values)
-    given_tokens = [0] * len(values)
-    largest = 0
-    for size in sizes:
-        given_tokens[draw(credit, shares, size)] += size
-        largest = max(largest, size)
-        total = sum(given_tokens)
-        for share, tokens, owed in zip(shares, given_tokens, credit, strict=True):
-            assert owed == pytest.approx(share * total - tokens, abs=1e-6 * largest)
-            assert -largest * (1 + 1e-9) <= owed <= largest * harmonic(len(values) - 1) + 1e-6
-
-
-@FAST
-@given(
-    steps=st.lists(
-        st.tuples(
-            st.lists(st.sampled_from([0.0, 0.1, 1.0, 7.0]), min_size=4, max_size=4), st.integers(1, 99)
-        ),
-        max_size=300,
-    )
-)
-def test_the_bound_holds_while_weights_change_and_vanish_at_every_draw(
-    steps: list[tuple[list[float], int]],
-) -> None:
-    credit = [0.0] * 4
-    largest = 0
-    for values, size in steps:
-        total = sum(values)
-        if total == 0:
-            continue
-        shares = tuple(value / total for value in values)
-        source = draw(credit, shares, size)
-        largest = max(largest, size)
-        assert values[source] > 0
-        assert sum(credit) == pytest.approx(0, abs=1e-6)
-        for value, owed in zip(values, credit, strict=True):
-            assert -largest * (1 + 1e-9) <= owed <= largest * harmonic(3) + 1e-6
-            assert value > 0 or owed == 0
-
-
-def test_two_sources_are_never_more_than_one_sample_from_their_shares() -> None:
-    shares = Mixture({"images": 9, "text": 1}).shares(Moment(0))
-    credit = [0.0, 0.0]
-    drawn = [draw(credit, shares, 1) for _ in range(1000)]
-    for end in range(1, 1001):
-        assert abs(drawn[:end].count(0) - 0.9 * end) <= 1 + 1e-9
-    assert drawn.count(0) == 900
-
-
-def test_ties_go_by_name() -> None:
-    mixture = Mixture({"b": 1, "a": 1})
-    credit = [0.0, 0.0]
-    drawn = [mixture.names[draw(credit, mixture.shares(Moment(0)), 1)] for _ in range(4)]
-    assert drawn == ["a", "b", "a", "b"]
-
-
-@FAST
-@given(values=weights, sizes=st.lists(st.integers(1, 999), max_size=60), cut=st.integers(0, 60))
-def test_credits_through_json_continue_exactly(values: list[float], sizes: list[int], cut: int) -> None:
-    shares = Mixture(named(values)).shares(Moment(0))
-    whole = [0.0] * len(values)
-    expected = [draw(whole, shares, size) for size in sizes]
-    credit = [0.0] * len(values)
-    got = [draw(credit, shares, size) for size in sizes[:cut]]
-    credit = json.loads(json.dumps(credit))
-    got += [draw(credit, shares, size) for size in sizes[cut:]]
-    assert got == expected
-    assert credit == whole
 
 
 def test_weights_are_linear_between_points_and_constant_outside() -> None:
@@ -126,20 +37,10 @@ def test_a_schedule_is_looked_up_by_step_in_any_order_of_asking() -> None:
     assert [mixture.shares(Moment(step)) for step in reversed(range(12))] == forward[::-1]
 
 
-def test_a_source_of_weight_zero_is_never_drawn_and_gathers_no_credit() -> None:
-    mixture = Mixture({"a": 1, "b": [[0, 0], [100, 0], [101, 1]]})
-    credit = [0.0, 0.0]
-    assert {draw(credit, mixture.shares(Moment(step)), 10) for step in range(100)} == {0}
-    assert credit == [0.0, 0.0]
-    later = [draw(credit, mixture.shares(Moment(101)), 10) for _ in range(10)]
-    assert later.count(1) == 5
-
-
 def test_when_a_source_is_used_up_the_others_renormalise() -> None:
     mixture = Mixture({"a": 1, "b": 1, "c": 2})
     assert mixture.shares(Moment(0), used_up=frozenset({2})) == (0.5, 0.5, 0.0)
     assert mixture.shares(Moment(0), used_up=frozenset({0, 1, 2})) == (0.0, 0.0, 0.0)
-    assert next_source([0.0, 0.0, 0.0], (0.0, 0.0, 0.0)) is None
 
 
 def test_shares_of_many_awkward_weights_sum_to_one() -> None:

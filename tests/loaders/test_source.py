@@ -6,14 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from loaders.decode.text import ByteTokenizer
+from loaders.fitting import cut_text, sizes_of
 from loaders.index import REPEATED, build_index, index_path, index_shards
-from loaders.packing import cut_text, media_units
 from loaders.source import Source, SourceConfig, count_labels, open_source
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality, SampleId, Segment
@@ -246,15 +247,15 @@ def test_pack_sizes_are_those_of_the_samples(tmp_path: Path) -> None:
     ):
         (tmp_path / str(number)).mkdir()
         source = opened(tmp_path / str(number), [members], fields)
-        sizes = source.pack_sizes()
-        for ordinal in range(2):
-            sample = source.sample(ordinal)
-            assert sizes.tokens[ordinal] == sample.num_tokens
-            assert (sizes.patches[ordinal], sizes.mel_frames[ordinal]) == media_units(sample)
-            least = int(sizes.cut_tokens[ordinal])
-            if least < sample.num_tokens:
-                assert cut_text(sample, max_tokens=least) is not None
-            assert cut_text(sample, max_tokens=least - 1) is None
+        sizes = source.sizes(np.arange(2))
+        samples = [source.sample(ordinal) for ordinal in range(2)]
+        plain = sizes_of(samples)
+        for name in ("tokens", "cut_tokens", "patches", "mel_frames", "status"):
+            assert getattr(sizes, name).tolist() == getattr(plain, name).tolist(), name
+        for sample, least in zip(samples, sizes.cut_tokens.tolist(), strict=True):
+            assert cut_text(sample, max_tokens=least).num_tokens == least
+            with pytest.raises(ValueError, match="cannot be cut"):
+                cut_text(sample, max_tokens=least - 1)
 
 
 def test_unknown_kinds_of_member_are_refused_with_the_known_ones() -> None:
