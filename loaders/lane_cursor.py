@@ -10,6 +10,7 @@ rows.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from omni_pipeline.core.sample import Sample, SampleId
 _REASONS = {FILTERED: "where", DENIED: "deny", UNUSABLE: "unusable"}
 OVERSIZE = "oversize"
 """Reasons for which rows are left out, as ``LeftOut.counts`` names them."""
+READY = 32
+"""Entries that a cursor makes at once."""
 MOST_PASSED = 100_000_000
 """Rows of an endless source that a lane passes by before it gives up, where the source has that many."""
 
@@ -105,12 +108,14 @@ class LaneCursor:
         self._budgets: Budgets = budgets
         self._oversize: Oversize = oversize
         self._left_out = left_out
-        self._head: Entry | None = None
         self._block_first = 0
         self._block: IntArray = np.zeros(0, dtype=np.int64)
-        self._sizes: PackSizes | None = None
-        self._drawable: list[int] = []
-        self._next = 0
+        self._sizes: PackSizes | None = None  # of the block, once they are looked up
+        self._tokens: IntArray = self._block
+        # Offsets in the block of the rows that can be drawn and are not in ``_ready`` yet.
+        self._drawable: IntArray = self._block
+        # The next samples, the first of them last; bounded, since a lane has a cursor in every source.
+        self._ready: list[Entry] = []
 
     @property
     def used_up(self) -> bool:
@@ -123,92 +128,94 @@ class LaneCursor:
         Raises:
             DataError: An endless source gives nothing that can be drawn.
         """
-        if self._head is None and not self.used_up:
-            self._find_head()
-        return self._head
+        if self._ready and self._ready[-1].position == self.position:
+            return self._ready[-1]
+        return self._find_head()
 
-    def advance(self) -> None:
-        """Go past the sample that ``head`` returned."""
+    def advance(self) -> Entry | None:
+        """Go past the sample that ``head`` returned; return the one after it, as ``head`` does."""
+        ready = self._ready
+        ready.pop()
         self.position += 1
-        self._next += 1
-        self._head = None
+        if ready and ready[-1].position == self.position:
+            return ready[-1]
+        return self._find_head()
 
     def seek(self, position: int) -> None:
         """Stand at ``position``."""
         self.position = position
-        self._head = None
-        self._block = self._block[:0]
-        self._drawable = []
+        self._sizes = None
+        self._ready.clear()
 
-    def entry(self, position: int) -> Entry | None:
-        """Return the sample at ``position``, wherever the cursor is; None if it cannot be drawn."""
-        ordinal = self._order.ordinal(self._lane, position)
-        sizes = self._source.sizes(np.array([ordinal], dtype=np.int64))
+    def entries(self, positions: Sequence[int]) -> list[Entry | None]:
+        """Return the samples at ``positions``, wherever the cursor is; None for what cannot be drawn."""
+        ordinals = np.zeros(len(positions), dtype=np.int64)
+        for place in sorted(range(len(positions)), key=positions.__getitem__):
+            self._find_block(positions[place])
+            ordinals[place] = self._block[positions[place] - self._block_first]
+        sizes = self._source.sizes(ordinals)
         tokens, fits = fit(sizes, self._budgets, oversize=self._oversize)
-        if not fits[0]:
-            return None
-        return Entry(
-            self._index,
-            position,
-            ordinal,
-            int(tokens[0]),
-            int(sizes.patches[0]),
-            int(sizes.mel_frames[0]),
-        )
+        found = self._make(np.asarray(positions, dtype=np.int64), ordinals, tokens, sizes)
+        return [entry if is_drawable else None for entry, is_drawable in zip(found, fits, strict=True)]
 
-    def _find_head(self) -> None:
-        passed_in_a_row = 0
+    def _find_head(self) -> Entry | None:
+        """Pass by what cannot be drawn; return the next sample that can, and have some after it ready."""
+        passed = 0
         while not self.used_up:
-            if not 0 <= self.position - self._block_first < len(self._block):
-                self._load_block()
-            offset = self.position - self._block_first
-            drawable = self._drawable
-            if self._next < len(drawable):
-                found = drawable[self._next]
-                if found > offset:
-                    self._pass_by(offset, found)
-                    self.position += found - offset
-                self._head = self._entry_in_block(found)
-                return
-            self._pass_by(offset, len(self._block))
-            passed_in_a_row += len(self._block) - offset
-            self.position = self._block_first + len(self._block)
-            self._check_not_endless(passed_in_a_row)
+            self._find_block(self.position)
+            if self._sizes is None:
+                self._size_block()
+            if not self._ready:
+                self._make_ready()
+            end = self._block_first + len(self._block)
+            stop = self._ready[-1].position if self._ready else end
+            if stop > self.position:
+                self._pass_by(self.position - self._block_first, stop - self._block_first)
+                passed += stop - self.position
+                self.position = stop
+            if self._ready:
+                return self._ready[-1]
+            self._check_not_endless(passed)
+        return None
 
-    def _load_block(self) -> None:
-        self._block_first, self._block = self._order.block(self._lane, self.position)
-        sizes = self._source.sizes(self._block)
-        tokens, fits = fit(sizes, self._budgets, oversize=self._oversize)
+    def _find_block(self, position: int) -> None:
+        if not 0 <= position - self._block_first < len(self._block):
+            self._block_first, self._block = self._order.block(self._lane, position)
+            self._sizes = None
+            self._ready.clear()
+
+    def _size_block(self) -> None:
+        self._sizes = self._source.sizes(self._block)
+        self._tokens, fits = fit(self._sizes, self._budgets, oversize=self._oversize)
         offset = self.position - self._block_first
-        self._drawable = (np.flatnonzero(fits[offset:]) + offset).tolist()
-        self._next = 0
-        self._sizes = sizes
-        self._tokens = tokens
+        self._drawable = np.flatnonzero(fits[offset:]) + offset
 
-    def _entry_in_block(self, offset: int) -> Entry:
+    def _make_ready(self) -> None:
+        """Make the next ``READY`` entries of the block."""
+        offsets, self._drawable = self._drawable[:READY], self._drawable[READY:]
         sizes = self._sizes
         assert sizes is not None, "a block is loaded"
-        return Entry(
-            self._index,
-            self.position,
-            int(self._block[offset]),
-            int(self._tokens[offset]),
-            int(sizes.patches[offset]),
-            int(sizes.mel_frames[offset]),
-        )
+        taken = PackSizes(*(getattr(sizes, name)[offsets] for name in PackSizes.__slots__))
+        found = self._make(offsets + self._block_first, self._block[offsets], self._tokens[offsets], taken)
+        self._ready = found[::-1]
+
+    def _make(
+        self, positions: IntArray, ordinals: IntArray, tokens: IntArray, sizes: PackSizes
+    ) -> list[Entry]:
+        columns = (positions, ordinals, tokens, sizes.patches, sizes.mel_frames)
+        rows = zip(itertools.repeat(self._index), *(column.tolist() for column in columns), strict=False)
+        return [Entry._make(row) for row in rows]
 
     def _pass_by(self, start: int, end: int) -> None:
         """Count rows [start, end) of the block, and record those that nobody asked to leave out."""
         sizes = self._sizes
         assert sizes is not None, "a block is loaded"
-        is_first_round = self.position < self._order.run_length(self._lane)
-        name = self._source.name
-        for status in sizes.status[start:end].tolist():
-            self._left_out.counts[name, _REASONS.get(status, OVERSIZE)] += 1
-        if is_first_round:
-            for offset in range(start, end):
-                if sizes.status[offset] not in (FILTERED, DENIED):
-                    self._left_out.dropped.append(self._dropped(offset))
+        statuses, counts = np.unique(sizes.status[start:end], return_counts=True)
+        for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
+            self._left_out.counts[self._source.name, _REASONS.get(status, OVERSIZE)] += count
+        if self.position < self._order.run_length(self._lane):
+            unwanted = np.isin(sizes.status[start:end], (FILTERED, DENIED), invert=True)
+            self._left_out.dropped += [self._dropped(start + offset) for offset in np.flatnonzero(unwanted)]
 
     def _dropped(self, offset: int) -> Dropped:
         sizes, ordinal = self._sizes, int(self._block[offset])
@@ -233,9 +240,12 @@ class LaneCursor:
         enough = max(2 * order.run_length(self._lane), min(64 * order.num_samples, MOST_PASSED))
         if self.limit is not None or passed <= enough:
             return
-        last = self._left_out.dropped[-1] if self._left_out.dropped else None
+        name = self._source.name
+        reasons = {
+            reason: count for (source, reason), count in self._left_out.counts.items() if source == name
+        }
         raise DataError(
-            f"{passed} rows in a row cannot be drawn" + (f"; one of them: {last.reason}" if last else ""),
-            where=f"source {self._source.name!r}, lane {self._lane}",
-            fix="widen its `where` and deny-lists, raise the limit named above, or remove the source",
+            f"{passed} rows in a row cannot be drawn; left out so far: {reasons}",
+            where=f"source {name!r}, lane {self._lane}",
+            fix="widen its `where` and deny-lists, raise the budgets of [order], or remove the source",
         )

@@ -8,7 +8,7 @@ It works on numbers; ``Order`` makes samples of the entries that are handed out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,6 +85,8 @@ class LanePacker:
         self._tokens = 0
         self._moment = Moment(0)
         self._rule = Draw([0.0] * len(orders))
+        # The next sample of each source that has a share, and its size in the unit of the mixture.
+        self._heads: list[Entry | None] = [None] * len(orders)
         self._next_sizes = [1] * len(orders)
         self._shares: tuple[float, ...] = (0.0,) * len(orders)
         self._buffer = self._new_buffer()
@@ -179,10 +181,19 @@ class LanePacker:
                 len(state["buffer"]) - len(kept),
             )
         self._buffer = self._new_buffer()
-        for source, position in kept:
-            entry = self._cursors[source].entry(position)
+        for entry in self._entries(kept):
+            self._buffer.add(entry)
+
+    def _entries(self, places: Sequence[tuple[int, int]]) -> Iterator[Entry]:
+        """Yield the samples at (source, position), in order, a source's looked up at once."""
+        positions: dict[int, list[int]] = {}
+        for source, position in places:
+            positions.setdefault(source, []).append(position)
+        found = {source: iter(self._cursors[source].entries(wanted)) for source, wanted in positions.items()}
+        for source, _ in places:
+            entry = next(found[source])
             if entry is not None:
-                self._buffer.add(entry)
+                yield entry
 
     def _new_buffer(self) -> PackBuffer:
         return PackBuffer(self._config.budgets, look_ahead=self._config.look_ahead)
@@ -192,13 +203,11 @@ class LanePacker:
         source = self._rule.next(self._next_sizes)
         if source is None:
             return None
-        cursor = self._cursors[source]
-        entry = cursor.head()
+        entry = self._heads[source]
         assert entry is not None, f"source {source} has a share and no sample"
-        cursor.advance()
-        self._tokens += entry.tokens
         self._rule.charge(source, self._next_sizes[source])
-        following = cursor.head()
+        self._tokens += entry.tokens
+        following = self._heads[source] = self._cursors[source].advance()
         if following is None:
             self._set_shares()
             self._announce(source)
@@ -216,7 +225,7 @@ class LanePacker:
         self._rule.set_shares(shares)
 
     def _look_up(self, source: int) -> bool:
-        head = self._cursors[source].head()
+        head = self._heads[source] = self._cursors[source].head()
         if head is not None and self._by_tokens:
             self._next_sizes[source] = head.tokens
         return head is not None

@@ -93,33 +93,26 @@ class PackBuffer:
         Args:
             draw: Gives the next sample of the lane, or None when there is none.
         """
-        self._fill(draw)
-        if not self._keys:
-            return []
-        budgets = self._budgets
-        entry = self._pop(bisect_left(self._keys, next(iter(self._entries))))
-        pack = [entry]
-        tokens = budgets.tokens - entry.tokens
-        patches = budgets.patches - entry.patches
-        mel_frames = budgets.mel_frames - entry.mel_frames
+        keys, entries, budgets = self._keys, self._entries, self._budgets
+        tokens, patches, mel_frames = budgets.tokens, budgets.patches, budgets.mel_frames
+        pack: list[Entry] = []
         while len(pack) < budgets.samples:
-            self._fill(draw)
-            best = self._best_fit(tokens, patches, mel_frames)
-            if best < 0:
-                break
-            entry = self._pop(best)
+            while len(keys) < self._look_ahead and (drawn := draw()) is not None:
+                self.add(drawn)
+            if not pack:
+                if not keys:
+                    break
+                index = bisect_left(keys, next(iter(entries)))
+            else:
+                index = self._best_fit(tokens, patches, mel_frames)
+                if index < 0:
+                    break
+            entry = entries.pop(keys.pop(index))
             pack.append(entry)
             tokens -= entry.tokens
             patches -= entry.patches
             mel_frames -= entry.mel_frames
         return pack
-
-    def _fill(self, draw: Callable[[], Entry | None]) -> None:
-        for _ in range(self._look_ahead - len(self._keys)):
-            entry = draw()
-            if entry is None:
-                return
-            self.add(entry)
 
     def _best_fit(self, tokens: int, patches: int, mel_frames: int) -> int:
         """Index in ``_keys`` of the largest entry that fits, -1 if none does."""
@@ -130,6 +123,3 @@ class PackBuffer:
                 return index
             index -= 1
         return -1
-
-    def _pop(self, index: int) -> Entry:
-        return self._entries.pop(self._keys.pop(index))

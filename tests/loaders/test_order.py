@@ -427,8 +427,8 @@ def test_a_resume_at_any_step_looks_up_the_buffered_samples_and_nothing_else() -
     for source in sources:
         source.looked_at.clear()  # the check that something can be drawn
     far.load_state_dict(json.loads(json.dumps(state)))
-    looked_at = [count for source in sources for count in source.looked_at]
-    assert looked_at == [1] * sum(len(lane["buffer"]) for lane in state.values())
+    looked_at = sum(count for source in sources for count in source.looked_at)
+    assert looked_at == sum(len(lane["buffer"]) for lane in state.values())
     assert far.state_dict() == state
     assert all(pack.samples for pack in far.next_step(10**9))
 
