@@ -215,7 +215,9 @@ class LaneCursor:
             self._left_out.counts[self._source.name, _REASONS.get(status, OVERSIZE)] += count
         if self.position < self._order.run_length(self._lane):
             unwanted = np.isin(sizes.status[start:end], (FILTERED, DENIED), invert=True)
-            self._left_out.dropped += [self._dropped(start + offset) for offset in np.flatnonzero(unwanted)]
+            self._left_out.dropped += [
+                self._dropped(start + offset) for offset in np.flatnonzero(unwanted).tolist()
+            ]
 
     def _dropped(self, offset: int) -> Dropped:
         sizes, ordinal = self._sizes, int(self._block[offset])
