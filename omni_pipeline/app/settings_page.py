@@ -57,14 +57,13 @@ def _rows(schema: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
             nested, suffix = _nested(item, definitions)
             if nested is not None and nested.get("properties"):
                 yield from walk(nested, f"{place}{suffix}.")
-            else:
-                default = "required" if name in required else _default(item, place)
-                yield (
-                    place,
-                    _kind(item, definitions),
-                    default,
-                    item.get("description", "").replace("|", "\\|"),
-                )
+                continue
+            default = "required" if name in required else _default(item, place)
+            text = item.get("description", "").replace("|", "\\|")
+            yield place, _kind(item, definitions), default, text
+            for choice in item.get("anyOf", []):
+                if "$ref" in choice:
+                    yield from walk(definitions[choice["$ref"].rpartition("/")[2]], f"{place}.")
 
     yield from walk(schema, "")
 
@@ -85,6 +84,8 @@ def _kind(item: dict[str, Any], definitions: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in item.get("enum", [item.get("const")]))
     if "anyOf" in item:
         return " or ".join(_kind(choice, definitions) for choice in item["anyOf"])
+    if isinstance(item.get("additionalProperties"), dict):
+        return f"table of {_kind(item['additionalProperties'], definitions)}"
     if item.get("type") == "array":
         inner = item.get("items") or {}
         return f"list of {_kind(inner, definitions)}" if inner else "list"
