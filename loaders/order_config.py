@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from loaders.packing import UNLIMITED, Budgets
+from omni_pipeline.core.batch import EndRule
 
 
 class OrderConfig(BaseModel):
@@ -40,6 +41,12 @@ class OrderConfig(BaseModel):
         description="A sample too large for a pack: drop and record it, or cut its last text (never media).",
     )
     epochs: int | None = Field(None, ge=1, description="Times that every source is seen; unset: endless.")
+
+    end: EndRule = Field(
+        "pad",
+        description="Where data ends: 'pad' goes on with empty packs until every sample is seen; 'drop' ends "
+        "before the first step in which a lane would give an empty pack. Changes no step before.",
+    )
 
     @model_validator(mode="after")
     def _lanes_divide_packs(self) -> OrderConfig:

@@ -7,6 +7,7 @@ step order. Free of torch.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -45,6 +46,10 @@ class PackOrder(Protocol):
 
     def next_step(self, step: int) -> Sequence[Pack]:
         """Return the packs of ``step``, by lane then number."""
+        ...
+
+    def remaining(self) -> Mapping[str, int]:
+        """Return how many samples of each source that ends its lanes have put into no pack so far."""
         ...
 
     def drain_dropped(self) -> Sequence[Dropped]:
@@ -114,7 +119,7 @@ class PlannedStep:
         futures: By piece; pieces of samples that are known to fail have none.
         known: Samples that failed when this step was trained before.
         state: Loader state after this step.
-        exhausted: As in ``Batch``.
+        exhausted, left, dropped: As in ``Batch``.
         num_bytes: Planned, and held in the budget.
         plan_s: Seconds of planning.
     """
@@ -125,6 +130,8 @@ class PlannedStep:
     known: frozenset[SampleId]
     state: dict[str, Any] = field(repr=False)
     exhausted: bool
+    left: Mapping[str, int]
+    dropped: Mapping[str, int]
     num_bytes: int
     plan_s: float
 
@@ -173,7 +180,7 @@ class StepPlanner:
         packs = self._order.next_step(self._step)
         plan = self._planner.plan(packs, step=self._step, group=self._place.group)
         state = self._state_of(self._step + 1, self._order.state_dict())
-        self._record_dropped()
+        left, dropped = self._order.remaining(), self._record_dropped()
         rank, replica = self._place.rank, self._place.replica
         pieces = tuple(
             pieces_of(
@@ -194,6 +201,8 @@ class StepPlanner:
             known=known,
             state=state,
             exhausted=self._order.exhausted and not any(pack.samples for pack in packs),
+            left=left,
+            dropped=dropped,
             num_bytes=num_bytes,
             plan_s=plan_s,
         )
@@ -208,11 +217,10 @@ class StepPlanner:
                 futures[piece] = self._decoder.submit(_request(sample, segment))
         return futures
 
-    def _record_dropped(self) -> None:
+    def _record_dropped(self) -> Counter[str]:
+        """Write a record of each sample that fits no pack, once per group; return their number by source."""
         dropped = self._order.drain_dropped()
-        if not self._place.leads_group:
-            return
-        for item in dropped:
+        for item in dropped if self._place.leads_group else ():
             self._quarantine.add(
                 QuarantineRecord(
                     step=self._step,
@@ -229,6 +237,7 @@ class StepPlanner:
                     rank=self._place.rank,
                 )
             )
+        return Counter(item.id.source for item in dropped)
 
 
 class StepAssembler:
@@ -283,6 +292,8 @@ class StepAssembler:
             num_bytes=step.num_bytes,
             timings={**timings, "plan_s": step.plan_s, "assemble_s": time.monotonic() - begin},
             exhausted=step.exhausted,
+            left=step.left,
+            dropped=step.dropped,
         )
 
     def _collect(

@@ -1,9 +1,10 @@
 """What ranks tell each other before a step: some integers, so that none waits for one that went elsewhere.
 
 Every step begins with the same three small collectives on every rank, data or not: who is where (step,
-settings, plan, wishes), which samples failed in the group, and the global sums. All decisions are made from
-gathered values, so they are the same everywhere: a rank that differs is named on *all* ranks, at once.
-Messages are CPU tensors; nothing waits for a device.
+settings, plan, end of the data, wishes), which samples failed in the group, and the global sums; the last two
+are left out where the first says that the data has ended. All decisions are made from gathered values, so
+they are the same everywhere: a rank that differs is named on *all* ranks, at once. Messages are CPU tensors;
+nothing waits for a device.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from omni_pipeline.core.batch import Batch
+from omni_pipeline.core.batch import Batch, EndRule
 from omni_pipeline.core.errors import DataError, OmniError, RankError, StateMismatchError
 from omni_pipeline.core.plan import StepPlan
 from omni_pipeline.core.sample import SampleId
@@ -47,7 +48,7 @@ class Agreement:
     """What all ranks know before the step; equal on all of them.
 
     Args:
-        num_microbatches: Of every rank; 0 when no rank has a batch with samples: the data has ended.
+        num_microbatches: Of every rank; 0 when the data has ended: nothing more is done in this step.
         requests: The wishes of all ranks together.
     """
 
@@ -65,6 +66,7 @@ class _Word:
     plan: int
     num_microbatches: int
     has_samples: int
+    num_empty_packs: int
     stop: int
     checkpoint: int
     has_problem: int
@@ -78,8 +80,12 @@ def agree(
     problem: str,
     requests: Requests,
     groups: RankGroups,
+    end: EndRule = "pad",
 ) -> Agreement:
     """Compare notes with all ranks; all must call it.
+
+    A group knows its own lanes only, so the end of the data is agreed on here: with ``end="pad"`` it is the
+    first step for which no rank has samples, with ``"drop"`` the first one with an empty pack anywhere.
 
     Args:
         batch: Of this rank; None or an exhausted one when its data has ended.
@@ -88,6 +94,7 @@ def agree(
         problem: Why this rank cannot run its batch; empty if it can.
         requests: Wishes of this rank.
         groups: Its place.
+        end: What to do with the last, uneven steps; equal on all ranks.
 
     Raises:
         StateMismatchError: A rank differs in step or settings, or a member of a group in its plan.
@@ -100,6 +107,7 @@ def agree(
         plan=NO_PLAN if batch is None else batch.plan.digest,
         num_microbatches=0 if batch is None else batch.plan.num_microbatches,
         has_samples=int(batch is not None and not batch.exhausted),
+        num_empty_packs=0 if batch is None else batch.num_empty_packs,
         stop=int(requests.stop),
         checkpoint=int(requests.checkpoint),
         has_problem=int(bool(problem)),
@@ -109,7 +117,12 @@ def agree(
     _same(words, everyone, lambda word: word.step, "step")
     if len({word.settings for word in words}) > 1:
         compare_settings(settings, where=f"start of step {step}")
-    if any(word.has_problem for word in words):
+    together = Requests(
+        stop=any(word.stop for word in words), checkpoint=any(word.checkpoint for word in words)
+    )
+    # Before the problems: that of a step which is dropped is none.
+    is_dropped = end == "drop" and any(word.num_empty_packs for word in words)
+    if any(word.has_problem for word in words) and not is_dropped:
         raise_together(problem, what=f"step {step} cannot run", groups=groups)
     _same(
         words,
@@ -117,21 +130,21 @@ def agree(
         lambda word: word.plan_step - word.step,
         "lead of the loader over the trainer, in steps",
     )
-    for group in range(groups.topology.num_groups):
-        members = groups.topology.ranks_of_group(group)
-        _same(words, members, lambda word: word.plan, f"plan digest (group {group})")
-    with_batch = [rank for rank in everyone if words[rank].plan != NO_PLAN]
-    _same(words, with_batch, lambda word: word.num_microbatches, "number of microbatches")
     if words[0].plan_step != step:
         raise StateMismatchError(
             f"the loader is at step {words[0].plan_step}, the trainer at step {step}",
             fix="load the loader state of the same checkpoint as the weights",
         )
+    if is_dropped:
+        return Agreement(num_microbatches=0, requests=together)
+    for group in range(groups.topology.num_groups):
+        members = groups.topology.ranks_of_group(group)
+        _same(words, members, lambda word: word.plan, f"plan digest (group {group})")
+    with_batch = [rank for rank in everyone if words[rank].plan != NO_PLAN]
+    _same(words, with_batch, lambda word: word.num_microbatches, "number of microbatches")
     return Agreement(
         num_microbatches=max(word.num_microbatches * word.has_samples for word in words),
-        requests=Requests(
-            stop=any(word.stop for word in words), checkpoint=any(word.checkpoint for word in words)
-        ),
+        requests=together,
     )
 
 

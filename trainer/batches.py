@@ -1,16 +1,27 @@
-"""Pure checks on a batch before it runs, and the batch of a rank whose data has ended."""
+"""A rank's next batch, pure checks on it before it runs, and the batch of a rank whose data has ended."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from omni_pipeline.core.batch import Batch, MicroBatch
+from omni_pipeline.core.errors import OmniError
 from omni_pipeline.core.plan import Balance, ReshardPlan, StepPlan
 from trainer.colocation import EncoderAnchor
 from trainer.parallel.mesh import RankGroups
 from trainer.reshard import reshard_problem
+
+
+def next_batch(batches: Iterator[Batch]) -> tuple[Batch | None, str]:
+    """Return the next batch or why there is none: the step tells the others, so that none waits."""
+    try:
+        return next(batches, None), ""
+    except OSError as error:
+        return None, f"{error}; check the path, its permissions and the room on the disk"
+    except OmniError as error:
+        return None, "; ".join(part for part in (error.what, error.where, error.fix) if part)
 
 
 def batch_problem(batch: Batch, anchors: Sequence[EncoderAnchor], groups: RankGroups) -> str:

@@ -18,10 +18,10 @@ from typing import Any, Literal, Protocol
 
 import torch.distributed as dist
 
-from omni_pipeline.core.batch import Batch
-from omni_pipeline.core.errors import OmniError
+from omni_pipeline.core.batch import Batch, EndRule
 from omni_pipeline.core.metrics import Metrics
 from trainer.agreement import Requests
+from trainer.batches import next_batch
 from trainer.checkpoint import Checkpointer, Progress
 from trainer.checkpoint_config import CheckpointConfig
 from trainer.parallel.mesh import RankGroups
@@ -57,12 +57,14 @@ class LoopSettings:
         seq_len: Positions of a full pack.
         sources: Names of all sources.
         checkpoint: When to save.
+        end: What to do with the last, uneven steps of data that ends.
     """
 
     num_steps: int
     seq_len: int
     sources: tuple[str, ...]
     checkpoint: CheckpointConfig
+    end: EndRule = "pad"
 
 
 EndReason = Literal["steps", "data", "signal"]
@@ -117,12 +119,18 @@ def train(
     with StopSignals() as signals:
         while progress.num_steps < settings.num_steps:
             start = time.perf_counter()
-            batch, problem = _next_batch(batches)
+            batch, problem = next_batch(batches)
             wait_s = time.perf_counter() - start
             requests = Requests(stop=signals.caught, checkpoint=saver.is_due_by_time())
-            result = train_step(learner, batch, step=progress.num_steps, requests=requests, problem=problem)
+            result = train_step(
+                learner,
+                batch,
+                step=progress.num_steps,
+                requests=requests,
+                problem=problem,
+                end=settings.end,
+            )
             if result.ended:
-                logger.info("the data has ended after %s steps", progress.num_steps)
                 reason = "data"
                 break
             progress = _advanced(progress, result)
@@ -218,16 +226,6 @@ class _Saver:
         topology = self.groups.topology
         firsts = [topology.ranks_of_group(group)[0] for group in range(topology.num_groups)]
         return [state for first in firsts if (state := gathered[first]) is not None]
-
-
-def _next_batch(batches: Iterator[Batch]) -> tuple[Batch | None, str]:
-    """Return the next batch or why there is none: the step tells the others, so that none waits."""
-    try:
-        return next(batches, None), ""
-    except OSError as error:
-        return None, f"{error}; check the path, its permissions and the room on the disk"
-    except OmniError as error:
-        return None, "; ".join(part for part in (error.what, error.where, error.fix) if part)
 
 
 def _advanced(progress: Progress, result: StepResult) -> Progress:

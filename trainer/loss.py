@@ -4,6 +4,8 @@ Positions run in chunks whose logits are made again in backward (Chen et al. 201
 peak is chunk_size x vocabulary instead of positions x vocabulary. The *sum* is returned: dividing by the
 count of the global batch is the step's business, so that no placement of samples can change the loss.
 
+Evaluation wants the loss of each position instead, without gradients: again one chunk of logits at a time.
+
 Shapes: S positions, D width, V vocabulary.
 """
 
@@ -43,6 +45,29 @@ def chunked_cross_entropy(
         loss_sum = loss_sum + loss
         predictions.append(predicted)
     return loss_sum, torch.cat(predictions)
+
+
+@torch.no_grad()
+def token_losses(
+    hidden_SD: Tensor, weight_VD: Tensor, labels_S: Tensor, *, chunk_size: int
+) -> tuple[Tensor, Tensor]:
+    """Return the loss and the likeliest token at every position; no gradient runs through them.
+
+    Args:
+        hidden_SD, weight_VD, labels_S, chunk_size: As for ``chunked_cross_entropy``.
+
+    Returns:
+        float32 [S] (float64 if ``hidden_SD`` is), 0 without a label; and int64 [S].
+    """
+    wide = torch.float64 if hidden_SD.dtype == torch.float64 else torch.float32
+    losses, predictions = [], []
+    for hidden, labels in zip(
+        torch.split(hidden_SD, chunk_size), torch.split(labels_S, chunk_size), strict=True
+    ):
+        logits_SV = F.linear(hidden, weight_VD).to(wide)
+        losses.append(F.cross_entropy(logits_SV, labels, ignore_index=IGNORE_LABEL, reduction="none"))
+        predictions.append(logits_SV.argmax(dim=-1))
+    return torch.cat(losses), torch.cat(predictions)
 
 
 def _chunk_loss(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from omni_pipeline.core.batch import IGNORE_LABEL, Batch, MicroBatch
+from omni_pipeline.core.batch import IGNORE_LABEL, Batch, EndRule, MicroBatch
 from omni_pipeline.core.sample import SampleId
 from trainer.agreement import Requests, agree, global_sums, raise_together, unite_failed
 from trainer.batches import batch_problem, idle_batch, rows_by_plan
@@ -54,7 +54,7 @@ class StepResult:
 
     Args:
         step: Its number.
-        ended: No rank had a batch with samples, nothing was done.
+        ended: The data ended before this step, nothing was done.
         loss: Mean over the labels of the global batch; NaN if skipped.
         grad_norm: Global norm before clipping; NaN if skipped.
         lr: Learning rate used.
@@ -86,7 +86,7 @@ class PreparedStep:
     """A step that all ranks have agreed on; the counts are those of the global batch.
 
     Args:
-        batch: Of this rank; empty if only others have data; None if none has.
+        batch: Of this rank; empty if only others have data; None if the data has ended.
         failed: Failed samples of the group.
         num_labels: Labels without those of failed samples.
         num_tokens: Sequence positions that hold a token of a sample.
@@ -109,6 +109,7 @@ def train_step(
     step: int,
     requests: Requests | None = None,
     problem: str = "",
+    end: EndRule = "pad",
 ) -> StepResult:
     """Do one step; a collective of all ranks.
 
@@ -119,6 +120,7 @@ def train_step(
         step: Its number, from 0.
         requests: Wishes of this rank.
         problem: Why this rank has no batch, if its loader failed; told to all ranks.
+        end: See ``agree``.
 
     Raises:
         StateMismatchError: Ranks differ in step, settings or plan.
@@ -128,7 +130,7 @@ def train_step(
     model = learner.model
     clock = _Clock()
     prepared = prepare_step(
-        model, batch, step=step, settings=learner.settings, requests=requests, problem=problem
+        model, batch, step=step, settings=learner.settings, requests=requests, problem=problem, end=end
     )
     clock.lap("agree_s")
     if prepared.batch is None or prepared.num_labels == 0:
@@ -165,7 +167,7 @@ def run_microbatch(
     *,
     num_rows: int,
     failed: frozenset[SampleId],
-    with_logits: bool = False,
+    with_losses: bool = False,
 ) -> LlmOutput:
     """Encoders, exchange, LLM: the forward of one microbatch; a collective of all ranks.
 
@@ -174,7 +176,7 @@ def run_microbatch(
         microbatch: Of this rank.
         num_rows: Embedding rows that its encoders must make.
         failed: Samples without loss.
-        with_logits: Also return the logits of all positions.
+        with_losses: Return the loss at each position, and no gradient.
     """
     device = model.groups.device
     rows = model.encode(microbatch, num_rows=num_rows)
@@ -186,7 +188,7 @@ def run_microbatch(
         media_rows,
         media_positions,
         torch.from_numpy(microbatch.labels_without(failed)).to(device, non_blocking=True),
-        with_logits=with_logits,
+        with_losses=with_losses,
     )
     return output
 
@@ -199,8 +201,9 @@ def prepare_step(
     settings: Mapping[str, str],
     requests: Requests | None = None,
     problem: str = "",
+    end: EndRule = "pad",
 ) -> PreparedStep:
-    """Agree on the step: three small collectives on every rank, whatever its data.
+    """Agree on the step: three small collectives on every rank, whatever its data; one if the data has ended.
 
     Raises:
         StateMismatchError, RankError: See ``train_step``.
@@ -213,7 +216,10 @@ def prepare_step(
         problem=problem if batch is None else batch_problem(batch, model.anchors, groups),
         requests=requests or Requests(),
         groups=groups,
+        end=end,
     )
+    if agreement.num_microbatches == 0:
+        return PreparedStep(None, frozenset(), 0, 0, 0, agreement.requests)
     failed = unite_failed(batch, groups)
     microbatches = () if batch is None else batch.microbatches
     spans = [span for microbatch in microbatches for span in microbatch.spans]
@@ -224,9 +230,7 @@ def prepare_step(
             sum(span.id in failed for span in spans),
         ]
     )
-    if agreement.num_microbatches == 0:
-        batch = None
-    elif batch is None:
+    if batch is None:
         batch = idle_batch(
             step=step, num_microbatches=agreement.num_microbatches, anchors=model.anchors, groups=groups
         )

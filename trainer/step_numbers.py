@@ -19,6 +19,7 @@ from trainer.step import StepResult
 
 LOADER_STAGES = ("plan_s", "fetch_s", "decode_s", "assemble_s")
 STEP_STAGES = ("agree_s", "compute_s", "optimizer_s")
+LEFT = "loader/left/"
 
 
 @dataclass(frozen=True)
@@ -58,8 +59,10 @@ class StepRecorder:
         of_ranks = torch.stack(gathered)
         reduced = dict(zip(names, of_ranks.max(dim=0).values.tolist(), strict=True))
         reduced.update(zip(sums, of_ranks[:, len(slowest) :].sum(dim=0).tolist(), strict=True))
+        endless = {f"{LEFT}{name}" for name in self.sources if batch is None or name not in batch.left}
         for name, value in self._derived(result, reduced).items():
-            self.metrics.record(name, value, result.step)
+            if name not in endless:
+                self.metrics.record(name, value, result.step)
 
     def _slowest(self, result: StepResult, batch: Batch | None, times: StepTimes) -> dict[str, float]:
         """Numbers of which the largest over ranks counts."""
@@ -93,6 +96,16 @@ class StepRecorder:
             "num_positions": num_positions,
             **{f"loader/tokens/{name}": count for name, count in tokens.items()},
             **{f"loader/samples/{name}": count for name, count in samples.items()},
+            **self._sums_of_groups(batch),
+        }
+
+    def _sums_of_groups(self, batch: Batch | None) -> dict[str, float]:
+        """Numbers that all members of a group know alike: the first one speaks for it."""
+        speaks = self.groups.rank == self.groups.members[0]
+        left = {} if batch is None else batch.left
+        return {
+            "loader/empty_packs": batch.num_empty_packs if batch is not None and speaks else 0,
+            **{f"{LEFT}{name}": left.get(name, 0) if speaks else 0 for name in self.sources},
         }
 
     def _derived(self, result: StepResult, reduced: dict[str, float]) -> dict[str, float]:
@@ -111,6 +124,7 @@ class StepRecorder:
             "loader/bad_samples": result.num_failed,
             "loader/pack_fill": result.num_tokens / room if room else 0.0,
             "loader/padding": 1 - result.num_tokens / num_positions if num_positions else 0.0,
+            "loader/empty_positions": reduced["loader/empty_packs"] * self.seq_len,
         }
         if not result.skipped:
             found |= {"trainer/loss": result.loss, "trainer/grad_norm": result.grad_norm}

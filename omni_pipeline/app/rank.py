@@ -10,6 +10,7 @@ import datetime
 import logging
 import os
 import sys
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -19,17 +20,20 @@ import torch.distributed as dist
 
 from loaders.loader import OmniLoader, merge_states
 from loaders.quarantine import Quarantine
+from omni_pipeline.app.data_end import data_end
 from omni_pipeline.app.environment import Environment
 from omni_pipeline.app.finish import keep_gallery, report_of
 from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.app.sinks import (
+    EVALUATION,
     ConsoleMetrics,
     JsonlMetrics,
     MultiMetrics,
     configure_logging,
     has_evaluation,
     num_steps_trained,
+    read_metrics,
 )
 from omni_pipeline.app.wire import (
     Stream,
@@ -49,7 +53,7 @@ from trainer.checkpoint import Checkpointer, Progress
 from trainer.checkpoint_files import is_complete, latest
 from trainer.colocation import colocate
 from trainer.evaluation import evaluate
-from trainer.loop import LoopSettings, train
+from trainer.loop import LoopSettings, TrainEnd, train
 from trainer.model.omni import build_model
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel.mesh import backend_for, make_rank_groups, pick_device
@@ -103,7 +107,7 @@ def _run(config: RunConfig, place: Environment) -> None:
     # Before anything that can fail on one rank alone: from here on each can tell the others.
     dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
     compare_settings(section_digests(config))
-    run = all_or_none(lambda: _Run(config, place=place, device=device), what="it cannot start")
+    run = all_or_none(lambda: RankRun(config, place=place, device=device), what="it cannot start")
     run.prepare_model()
     run.train()
     dist.barrier()
@@ -114,7 +118,7 @@ def _run(config: RunConfig, place: Environment) -> None:
     dist.destroy_process_group()
 
 
-class _Run:
+class RankRun:
     """The parts of a run on one rank. Made without collectives, so that it may fail on one rank alone."""
 
     def __init__(self, config: RunConfig, *, place: Environment, device: torch.device) -> None:
@@ -136,7 +140,7 @@ class _Run:
         self.jsonl = JsonlMetrics(self.folder.metrics_path) if self.rank == 0 else None
         if self.rank == 0:
             self.folder.write_settings(config.model_dump(mode="json"))
-        self.last_plan: StepPlan | None = None
+        self.last_plans: deque[StepPlan] = deque(maxlen=2)
 
     def prepare_model(self) -> None:
         """Build and shard the model and its optimizer; a collective of all ranks."""
@@ -172,6 +176,9 @@ class _Run:
         metrics = self._metrics()
         with self._loader(self.stream) as loader:
             progress = self._resume(loader)
+            if self._evaluates_after(progress.num_steps) and not self._is_evaluated(progress.num_steps - 1):
+                # A kill came between the checkpoint of this step and the end of its evaluation.
+                self._evaluate(metrics, step=progress.num_steps - 1)
             end = train(
                 self.learner,
                 self._remembering(loader),
@@ -180,6 +187,7 @@ class _Run:
                     seq_len=config.order.seq_len,
                     sources=tuple(source.name for source in self.stream.sources),
                     checkpoint=config.checkpoint,
+                    end=config.order.end,
                 ),
                 metrics=metrics,
                 checkpointer=self.checkpointer,
@@ -190,12 +198,35 @@ class _Run:
         if self.rank == 0 and progress.num_steps >= config.run.steps:
             logger.info("%s of %s steps were done already", progress.num_steps, config.run.steps)
         if not end.progress.num_steps:
-            raise DataError("the data ended before the first step", fix="add data, or raise order.epochs")
+            fix = "add data, or raise order.epochs"
+            if config.order.end == "drop":
+                fix += (
+                    "; or, as 'drop' wants a sample for every pack: lower order.lanes, or order.end = 'pad'"
+                )
+            raise DataError("the data ended before the first step", fix=fix)
+        if self.jsonl is not None:
+            self.jsonl.flush()
+            self._tell_end(end)
         if end.reason != "signal" and not self._is_evaluated(end.progress.num_steps - 1):
             self._evaluate(metrics, step=end.progress.num_steps - 1)
         metrics.close()
-        if self.rank == 0 and self.last_plan is not None:
-            keep_gallery(self.folder, self.last_plan, max_packs=config.run.gallery_packs)
+        # The very last plan may be of a step that was dropped.
+        plans = [plan for plan in self.last_plans if plan.step < end.progress.num_steps]
+        if self.rank == 0 and plans:
+            keep_gallery(self.folder, plans[-1], max_packs=config.run.gallery_packs)
+
+    def _tell_end(self, end: TrainEnd) -> None:
+        """Say what was seen and what is left of data that ends; if it has ended, also in the report."""
+        if end.reason == "data":
+            event = Event(
+                step=end.progress.num_steps, text=f"the data ended at step {end.progress.num_steps}"
+            )
+            logger.info("%s (order.end is %r)", event.text, self.config.order.end)
+            if event not in self.folder.events():
+                self.folder.add_event(event)
+        used = data_end(read_metrics(self.folder.metrics_path))
+        if used is not None:
+            logger.info("%s", used)
 
     def _metrics(self) -> MultiMetrics:
         """Numbers are reduced over ranks before they are recorded, so only rank 0 keeps them."""
@@ -274,18 +305,22 @@ class _Run:
         return answer[0]
 
     def _remembering(self, loader: OmniLoader) -> Iterator[Batch]:
-        """Pass batches on; keeps the last plan with samples for the gallery."""
+        """Pass batches on; keeps the last plans with samples for the gallery."""
         for batch in loader:
             if not batch.exhausted:
-                self.last_plan = batch.plan
+                self.last_plans.append(batch.plan)
             yield batch
 
     def _after_step(self, num_steps: int, metrics: Metrics) -> None:
         if self.jsonl is not None:
             self.jsonl.flush()  # so that whoever watches the file sees this step
-        every = self.config.evaluation.every_steps
-        if every and num_steps % every == 0 and num_steps < self.config.run.steps:
+        if self._evaluates_after(num_steps):
             self._evaluate(metrics, step=num_steps - 1)
+
+    def _evaluates_after(self, num_steps: int) -> bool:
+        """Return whether an evaluation during the run is due after so many steps."""
+        every = self.config.evaluation.every_steps
+        return every > 0 and 0 < num_steps < self.config.run.steps and num_steps % every == 0
 
     def _evaluate(self, metrics: Metrics, *, step: int) -> None:
         """Run every held-out source once, forward only, and record its loss and accuracy."""
@@ -302,6 +337,11 @@ class _Run:
                 if not sums.num_labels:
                     where = self.folder.quarantine_of(name)
                     logger.warning("held-out %s: no sample could be judged; see %s", name, where)
-                metrics.record(f"evaluation/{name}/loss", sums.loss, step)
-                metrics.record(f"evaluation/{name}/accuracy", sums.accuracy, step)
-                logger.info("held-out %s: loss %.4f, accuracy %.4f", name, sums.loss, sums.accuracy)
+                counts = {"seen": sums.num_seen, "failed": sums.num_failed, "dropped": sums.num_dropped}
+                numbers = {"loss": sums.loss, "accuracy": sums.accuracy, **counts}
+                for key, value in numbers.items():
+                    metrics.record(f"{EVALUATION}{name}/{key}", value, step)
+                told = ", ".join(f"{count:,} {word}" for word, count in counts.items())
+                logger.info(
+                    "held-out %s: loss %.4f, accuracy %.4f; samples: %s", name, sums.loss, sums.accuracy, told
+                )

@@ -29,6 +29,7 @@ from omni_pipeline.core.metrics import Metrics
 
 MetricValues = tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]
 
+EVALUATION = "evaluation/"
 _HANDLER_NAME = "omni"
 _ETA_WINDOW_STEPS = 20
 _LIVE_PERIOD_S = 0.2
@@ -98,8 +99,13 @@ class Attempt:
 
     @property
     def first_step(self) -> int:
-        """The step it started from."""
-        return min(self.times)
+        """The step it started from; an evaluation of the step before may have come first."""
+        done, evaluated = set[int](), set[int]()
+        for name, values in self.values.items():
+            (evaluated if name.startswith(EVALUATION) else done).update(values)
+        if done or not evaluated:
+            return min(done or self.times)
+        return max(evaluated) + 1
 
     @property
     def last_step(self) -> int:
@@ -181,7 +187,7 @@ def num_steps_trained(path: Path) -> int:
 def has_evaluation(path: Path, step: int, *, sets: Sequence[str]) -> bool:
     """Return whether the file has an evaluation of every one of ``sets`` recorded at ``step``."""
     metrics = read_metrics(path) if path.exists() else {}
-    found = [metrics.get(f"evaluation/{name}/loss") for name in sets]
+    found = [metrics.get(f"{EVALUATION}{name}/loss") for name in sets]
     return all(series is not None and step in series[0] for series in found)
 
 

@@ -85,7 +85,8 @@ class Stream:
         """What must be equal for a saved loader state to fit."""
         return {
             "seed": self.seed,
-            "order": self.order.model_dump(mode="json"),
+            # Not the end: a run that dropped the last samples may go on to see them.
+            "order": self.order.model_dump(mode="json", exclude={"end"}),
             "sources": {source.name: source.fingerprint for source in self.sources},
         }
 
@@ -135,7 +136,8 @@ def training_stream(config: RunConfig, tokenizer: Tokenizer) -> Stream:
 def held_out_stream(config: RunConfig, source: SourceConfig, tokenizer: Tokenizer) -> Stream:
     """Open one held-out source, to be seen exactly once."""
     alone = source.model_copy(update={"weight": 1.0, "group": None, "epochs": 1})
-    return _stream(config, [alone], tokenizer, order=config.order, groups={})
+    order = config.order.model_copy(update={"end": "pad"})
+    return _stream(config, [alone], tokenizer, order=order, groups={})
 
 
 def build_planner(config: RunConfig, topology: Topology) -> GroupPlanner:

@@ -7,8 +7,9 @@ on its own device.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,9 @@ from omni_pipeline.core.plan import ReshardPlan, StepPlan
 from omni_pipeline.core.sample import SampleId
 
 IGNORE_LABEL = -100
+
+EndRule = Literal["pad", "drop"]
+"""The end of the data: steps with empty packs until all is seen, or no step with an empty pack."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,10 @@ class Batch:
             over workers), and ``wait_s`` that the consumer waited for it.
         exhausted: Its group has no samples left and this batch holds none. Only when every group says so
             may a run stop: a group sees its own lanes only.
+        left: Samples by source that the lanes of the group have put into no pack so far, this batch
+            included; those of sources without an end are left out.
+        dropped: Samples by source that were met while this step was packed and fit no pack, in the lanes of
+            the group.
     """
 
     plan: StepPlan
@@ -101,3 +109,10 @@ class Batch:
     num_bytes: int
     timings: dict[str, float]
     exhausted: bool = False
+    left: Mapping[str, int] = field(default_factory=dict)
+    dropped: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_empty_packs(self) -> int:
+        """Packs that the lanes of the group could not fill: their data has ended, or is not drawn yet."""
+        return sum(not pack.samples for pack in self.plan.packs)

@@ -7,14 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from omni_pipeline.core.batch import Batch
+from omni_pipeline.core.batch import Batch, EndRule
 from omni_pipeline.core.errors import DataError, OmniError
 from omni_pipeline.core.metrics import MemoryMetrics
 from omni_pipeline.core.plan import Pack
@@ -67,8 +67,9 @@ class ListLoader:
             if self.act is not None:
                 self.act(step)
             exhausted = step >= self.num_full
-            packs = [] if exhausted else _packs(step, group, self.topology)
-            packs = [replace(pack, padded_len=self.padded_len) for pack in packs]
+            packs = [replace(pack, padded_len=self.padded_len) for pack in _packs(step, group, self.topology)]
+            if exhausted:
+                packs = [replace(pack, samples=()) for pack in packs]
             plan = planner.plan(packs, step=step, group=group)
             state = {"step": step + 1, "groups": [group]}
             batch = parity.build_batch(plan, planner, rank=rank, state=state)
@@ -113,6 +114,7 @@ def _run(
     num_steps: int = NUM_STEPS,
     resume: bool = False,
     config: CheckpointConfig | None = None,
+    end: EndRule = "pad",
 ) -> tuple[Progress, dict[str, dict[int, float]]]:
     model, learner = _parts(topology)
     checkpointer = Checkpointer(
@@ -130,7 +132,11 @@ def _run(
         learner,
         loader or ListLoader(topology),
         settings=LoopSettings(
-            num_steps=num_steps, seq_len=64, sources=SOURCES, checkpoint=config or CheckpointConfig()
+            num_steps=num_steps,
+            seq_len=64,
+            sources=SOURCES,
+            checkpoint=config or CheckpointConfig(),
+            end=end,
         ),
         metrics=metrics,
         checkpointer=checkpointer,
@@ -233,16 +239,41 @@ def test_a_checkpoint_is_due_by_the_clock_of_rank_0(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 3
 
 
-def _uneven_end(rank: int, folder: Path) -> Progress:
+def _uneven_end(rank: int, folder: Path, end: EndRule) -> tuple[int, dict[int, float]]:
     """Group 1 has one step less than group 0; from then on its batches are exhausted."""
     topology = Topology(2, replicas_per_group=1)
-    return _run(folder, topology, loader=ListLoader(topology, num_full=3 - rank))[0]
+    done, values = _run(folder, topology, loader=ListLoader(topology, num_full=3 - rank), end=end)
+    return done.num_steps, values.get("loader/empty_packs", {})
 
 
 def test_the_run_ends_with_the_data_of_the_last_group(tmp_path: Path) -> None:
-    done = run_ranks(2, _uneven_end, args=(tmp_path,))
-    assert [progress.num_steps for progress in done] == [3, 3]
+    first, second = run_ranks(2, _uneven_end, args=(tmp_path, "pad"))
+    assert first == (3, {0: 0, 1: 0, 2: 1})
+    assert second == (3, {})
     assert latest(tmp_path) == tmp_path / "step-00000003"
+
+
+def test_or_before_the_first_empty_pack_of_any_group(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _uneven_end, args=(tmp_path, "drop"))
+    assert first == (2, {0: 0, 1: 0})
+    assert second == (2, {})
+    assert latest(tmp_path) == tmp_path / "step-00000002"
+
+
+def _fails_in_the_dropped_step(rank: int, folder: Path) -> int:
+    """Group 0 cannot load step 2, which is dropped because group 1 has no samples for it."""
+
+    def act(step: int) -> None:
+        if rank == 0 and step == 2:
+            raise DataError("more bad samples than loader.max_bad_fraction")
+
+    topology = Topology(2, replicas_per_group=1)
+    loader = ListLoader(topology, num_full=3 - rank, act=act)
+    return _run(folder, topology, loader=loader, end="drop")[0].num_steps
+
+
+def test_a_failure_in_the_dropped_step_is_none(tmp_path: Path) -> None:
+    assert run_ranks(2, _fails_in_the_dropped_step, args=(tmp_path,)) == [2, 2]
 
 
 def _failing_loader(rank: int, folder: Path) -> str:
@@ -260,17 +291,14 @@ def test_a_loader_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> N
     assert run_ranks(2, _failing_loader, args=(tmp_path,)) == [message, message]
 
 
-def _evaluate(rank: int, world_size: int) -> dict[str, tuple[float, int, int, int]]:
+def _evaluate(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
     topology = Topology(world_size, replicas_per_group=1)
     model, _ = _parts(topology)
     own = ListLoader(topology, stop=2 if rank == 0 else 1) if world_size == 2 else _all_packs(topology)
     sums = evaluate(model, own, sources=("mixed", "text", "none"), eos=0, settings=SETTINGS)
     assert all(parameter.grad is None for parameter in model.module.parameters())
     assert math.isnan(sums["none"].loss)
-    return {
-        name: (total.loss_sum, total.num_labels, total.num_correct, total.num_judged)
-        for name, total in sums.items()
-    }
+    return {name: astuple(total) for name, total in sums.items()}
 
 
 def _all_packs(topology: Topology) -> list[Batch]:
@@ -287,7 +315,8 @@ def test_evaluation_sums_by_source_and_judges_no_end_token() -> None:
         assert parts == {name: pytest.approx(values, rel=1e-5) for name, values in whole.items()}
     samples = [parity.mixed_sample(0), parity.mixed_sample(1), parity.text_sample(50), parity.text_sample(51)]
     num_mixed = sum(sample.num_labels for sample in samples[:2])
-    _, num_labels, num_correct, num_judged = whole["mixed"]
+    _, num_labels, num_correct, num_judged, *counts = whole["mixed"]
+    assert counts == [2, 0, 0]
     # One end token per sample is a label but not judged.
     assert (num_labels, num_judged) == (num_mixed, num_mixed - 2)
     assert 0 <= num_correct <= num_judged

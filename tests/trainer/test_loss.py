@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.loss import chunked_cross_entropy
+from trainer.loss import chunked_cross_entropy, token_losses
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +47,27 @@ def test_loss_and_gradients_equal_the_plain_ones_for_any_chunk(
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(gradients, torch.autograd.grad(plain, (hidden, weight)))
     assert torch.equal(predictions, logits.argmax(-1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(positions=st.integers(0, 20), chunk_size=st.integers(1, 25), seed=st.integers(0, 99))
+def test_the_losses_of_positions_equal_the_plain_ones_for_any_chunk(
+    positions: int, chunk_size: int, seed: int
+) -> None:
+    hidden, weight, labels = _inputs(positions, seed=seed)
+    losses, predictions = token_losses(hidden, weight, labels, chunk_size=chunk_size)
+    logits = hidden @ weight.T
+    torch.testing.assert_close(losses, F.cross_entropy(logits, labels, reduction="none").detach())
+    assert torch.equal(predictions, logits.argmax(-1))
+    assert not losses.requires_grad
+
+
+def test_the_losses_of_half_precision_are_float32() -> None:
+    hidden, weight, labels = _inputs(9, seed=1, dtype=torch.bfloat16)
+    losses, _ = token_losses(hidden, weight, labels, chunk_size=4)
+    plain = F.cross_entropy((hidden @ weight.T).float(), labels, reduction="none")
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, plain.detach())
 
 
 @pytest.mark.parametrize("positions", [0, 5])
@@ -85,4 +106,11 @@ def test_all_logits_never_exist_at_once() -> None:
     with _LargestTensor() as largest:
         loss, _ = chunked_cross_entropy(hidden, weight, torch.zeros(64, dtype=torch.int64), chunk_size=8)
         loss.backward()
+    assert largest.numel == 8 * 50
+
+
+def test_all_logits_never_exist_at_once_for_the_losses_of_positions_either() -> None:
+    hidden, weight = torch.randn(64, 4), torch.randn(50, 4)
+    with _LargestTensor() as largest:
+        token_losses(hidden, weight, torch.zeros(64, dtype=torch.int64), chunk_size=8)
     assert largest.numel == 8 * 50

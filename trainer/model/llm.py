@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.config import LlmConfig
-from trainer.loss import chunked_cross_entropy
+from trainer.loss import chunked_cross_entropy, token_losses
 from trainer.model.attention import Integers, Segments, attend
 from trainer.model.mlp import SwiGlu
 from trainer.model.norm import RMSNorm
@@ -30,13 +29,13 @@ class LlmOutput(NamedTuple):
         loss_sum: float32 scalar: cross entropy summed over positions with a label.
         predictions: int64 [S]: the likeliest next token at each position.
         hidden: [S, D] after the last norm.
-        logits: [S, V] if asked for.
+        losses: float32 [S], without gradient: cross entropy at each position, if asked for.
     """
 
     loss_sum: Tensor
     predictions: Tensor
     hidden: Tensor
-    logits: Tensor | None
+    losses: Tensor | None
 
 
 class LlmAttention(nn.Module):
@@ -107,7 +106,7 @@ class Llm(nn.Module):
         media_positions_R: Tensor,
         labels_S: Tensor,
         *,
-        with_logits: bool = False,
+        with_losses: bool = False,
     ) -> LlmOutput:
         """Return the loss and what belongs to it.
 
@@ -119,7 +118,7 @@ class Llm(nn.Module):
             media_rows_RD: [R, D]; may be empty, and even then hangs on the graph.
             media_positions_R: int64 [R]; distinct positions that the rows take.
             labels_S: int64 [S]; the token to predict after each position, or -100.
-            with_logits: Also return all logits at once, [S, V].
+            with_losses: Return the loss at each position; then the sum has no gradient either.
 
         Raises:
             ValueError: Rows and positions of media differ in number, or ``cu_seqlens`` does not fit.
@@ -138,6 +137,8 @@ class Llm(nn.Module):
             x_SD = block(x_SD, rotary, segments)
         hidden_SD = self.norm(x_SD)
         weight_VD = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        if with_losses:
+            losses_S, predictions_S = token_losses(hidden_SD, weight_VD, labels_S, chunk_size=LOSS_CHUNK)
+            return LlmOutput(losses_S.sum(), predictions_S, hidden_SD, losses_S)
         loss_sum, predictions_S = chunked_cross_entropy(hidden_SD, weight_VD, labels_S, chunk_size=LOSS_CHUNK)
-        logits_SV = F.linear(hidden_SD, weight_VD) if with_logits else None
-        return LlmOutput(loss_sum, predictions_S, hidden_SD, logits_SV)
+        return LlmOutput(loss_sum, predictions_S, hidden_SD, None)

@@ -42,15 +42,13 @@ def _pack(seed: int = 0) -> _Pack:
 
 def _run(llm: Llm, pack: _Pack) -> LlmOutput:
     cu_seqlens = np.cumsum([0, *LENGTHS]).astype(np.int32)
-    out = llm(
-        pack.tokens, pack.positions, cu_seqlens, pack.rows, torch.tensor(MEDIA), pack.labels, with_logits=True
-    )
+    out = llm(pack.tokens, pack.positions, cu_seqlens, pack.rows, torch.tensor(MEDIA), pack.labels)
     assert isinstance(out, LlmOutput)
     return out
 
 
 def _run_separately(llm: Llm, pack: _Pack) -> tuple[Tensor, Tensor]:
-    losses, logits = [], []
+    losses, hidden = [], []
     media = torch.tensor(MEDIA)
     start = 0
     for length in LENGTHS:
@@ -63,12 +61,11 @@ def _run_separately(llm: Llm, pack: _Pack) -> tuple[Tensor, Tensor]:
             pack.rows[inside],
             media[inside] - start,
             pack.labels[here],
-            with_logits=True,
         )
         losses.append(out.loss_sum)
-        logits.append(out.logits)
+        hidden.append(out.hidden)
         start += length
-    return torch.stack(losses).sum(), torch.cat(logits)
+    return torch.stack(losses).sum(), torch.cat(hidden)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -79,12 +76,23 @@ def test_packed_equals_separate_forward_and_backward(tied: bool) -> None:
     packed_gradients, packed_rows = gradients(llm), pack.rows.grad
     llm.zero_grad()
     pack = _pack()
-    loss, logits = _run_separately(llm, pack)
+    loss, hidden = _run_separately(llm, pack)
     loss.backward()
-    torch.testing.assert_close(out.logits, logits)
+    torch.testing.assert_close(out.hidden, hidden)
     torch.testing.assert_close(out.loss_sum, loss)
     torch.testing.assert_close(packed_gradients, gradients(llm))
     torch.testing.assert_close(packed_rows, pack.rows.grad)
+
+
+def test_the_losses_of_positions_are_those_of_the_sum() -> None:
+    llm, pack = _llm(), _pack()
+    cu_seqlens = np.cumsum([0, *LENGTHS]).astype(np.int32)
+    arguments = pack.tokens, pack.positions, cu_seqlens, pack.rows, torch.tensor(MEDIA), pack.labels
+    summed, of_positions = llm(*arguments), llm(*arguments, with_losses=True)
+    torch.testing.assert_close(of_positions.losses.sum(), summed.loss_sum.detach())
+    torch.testing.assert_close(of_positions.loss_sum, summed.loss_sum.detach())
+    assert torch.equal(of_positions.predictions, summed.predictions)
+    assert not of_positions.losses.requires_grad
 
 
 @pytest.mark.parametrize("sample", range(len(LENGTHS)))
@@ -94,19 +102,15 @@ def test_changing_the_text_of_a_sample_changes_no_other_sample(sample: int) -> N
     inside = torch.zeros(sum(LENGTHS), dtype=torch.bool)
     inside[start : start + LENGTHS[sample]] = True
     changed = pack._replace(tokens=torch.where(inside, (pack.tokens + 1) % 264, pack.tokens))
-    before, after = _run(llm, pack).logits, _run(llm, changed).logits
-    assert before is not None
-    assert after is not None
+    before, after = _run(llm, pack).hidden, _run(llm, changed).hidden
     assert torch.equal(before[~inside], after[~inside])
     assert not torch.equal(before[inside], after[inside])
 
 
 def test_changing_the_media_of_a_sample_changes_no_other_sample() -> None:
     llm, pack = _llm(), _pack()
-    before = _run(llm, pack).logits
-    after = _run(llm, pack._replace(rows=pack.rows + torch.tensor([0.0, 0, 0, 1, 0])[:, None])).logits
-    assert before is not None
-    assert after is not None
+    before = _run(llm, pack).hidden
+    after = _run(llm, pack._replace(rows=pack.rows + torch.tensor([0.0, 0, 0, 1, 0])[:, None])).hidden
     differs = (before != after).any(dim=1).nonzero().flatten().tolist()
     # Attention is causal: the row at 11 changes itself and what follows it in its sample, positions 8 .. 19.
     assert differs == list(range(11, 20))
@@ -127,7 +131,7 @@ def test_no_media_rows_stay_on_the_graph() -> None:
     )
     out.loss_sum.backward()
     assert rows.grad is not None
-    assert out.logits is None
+    assert out.losses is None
 
 
 def test_an_empty_pack_gives_zero_loss_and_zero_gradients_everywhere() -> None:
