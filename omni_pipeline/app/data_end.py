@@ -12,6 +12,9 @@ import numpy as np
 
 from omni_pipeline.app.sinks import MetricValues
 
+DATA_ENDED = "the data ended"
+"""Begin of the event that tells it."""
+
 _SEEN, _LEFT = "loader/samples/", "loader/left/"
 
 
@@ -31,12 +34,17 @@ class DataEnd:
     num_empty_packs: int
     num_empty_positions: int
 
+    @property
+    def padding(self) -> str:
+        """The empty packs in words."""
+        packs = "pack" if self.num_empty_packs == 1 else "packs"
+        return f"{self.num_empty_packs:,} {packs} ({self.num_empty_positions:,} positions) stayed empty"
+
     def __str__(self) -> str:
-        empty = f"{self.num_empty_packs:,} packs ({self.num_empty_positions:,} positions) stayed empty"
         sources = "; ".join(
             f"{name} {self.seen[name]:,} seen, {left:,} left" for name, left in self.left.items()
         )
-        return f"samples of {sources}; {empty}"
+        return f"samples of {sources}; {self.padding}"
 
 
 def data_end(metrics: Mapping[str, MetricValues]) -> DataEnd | None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from loaders.loader import OmniLoader, merge_states
 from loaders.quarantine import Quarantine
-from omni_pipeline.app.data_end import data_end
+from omni_pipeline.app.data_end import DATA_ENDED, data_end
 from omni_pipeline.app.environment import Environment
 from omni_pipeline.app.finish import keep_gallery, report_of
 from omni_pipeline.app.run_config import RunConfig
@@ -218,9 +218,8 @@ class RankRun:
     def _tell_end(self, end: TrainEnd) -> None:
         """Say what was seen and what is left of data that ends; if it has ended, also in the report."""
         if end.reason == "data":
-            event = Event(
-                step=end.progress.num_steps, text=f"the data ended at step {end.progress.num_steps}"
-            )
+            step = end.progress.num_steps
+            event = Event(step=step, text=f"{DATA_ENDED} at step {step}")
             logger.info("%s (order.end is %r)", event.text, self.config.order.end)
             if event not in self.folder.events():
                 self.folder.add_event(event)

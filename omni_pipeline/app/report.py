@@ -17,6 +17,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from omni_pipeline.app.data_end import DATA_ENDED, data_end
 from omni_pipeline.app.report_charts import compact, percent
 from omni_pipeline.app.report_figures import figures
 from omni_pipeline.app.report_gallery import GalleryPack
@@ -45,6 +46,7 @@ class HeldOut:
     swapped: float | None
     chance: float | None
     loss: float | None
+    samples: str
 
 
 def write_report(
@@ -97,6 +99,7 @@ def render(
         figures=figures(run, marks),
         marks=marks,
         sources=source_table(run),
+        used_up=used_up(run, events),
         held_out=held_out_table(run, summary),
         quarantine=run.quarantine[:MAX_QUARANTINE_ROWS],
         num_quarantined=len(run.quarantine),
@@ -147,10 +150,11 @@ def key_numbers(run: RunData) -> list[KeyNumber]:
 
 
 def source_table(run: RunData) -> list[dict[str, Any]]:
-    """Return name, tokens, samples, share of tokens and bad samples of each source, largest first."""
+    """Return name, tokens, samples, share of tokens, bad and left samples of each source, largest first."""
     tokens = {name: np.nansum(values) for name, (_, values) in run.by_prefix("loader/tokens/").items()}
     samples = {name: np.nansum(values) for name, (_, values) in run.by_prefix("loader/samples/").items()}
     bad = Counter(record.source for record in run.quarantine)
+    used = data_end(run.metrics)
     total = float(sum(tokens.values()))
     order = {name: index for index, name in enumerate(tokens)}
     rows = [
@@ -161,10 +165,24 @@ def source_table(run: RunData) -> list[dict[str, Any]]:
             "samples": float(samples.get(name, 0.0)),
             "share": float(tokens.get(name, 0.0)) / total if total else 0.0,
             "bad": bad.get(name, 0),
+            "left": used.left.get(name) if used else None,
         }
         for name in sorted({*tokens, *samples})
     ]
     return sorted(rows, key=lambda row: (-row["tokens"], row["name"]))
+
+
+def used_up(run: RunData, events: Sequence[Event]) -> str:
+    """Return in a sentence how far data that ends was used up; "" if it has no end."""
+    used = data_end(run.metrics)
+    if used is None:
+        return ""
+    num_left = sum(used.left.values())
+    num_steps = run.attempts[-1].last_step + 1
+    if any(event.step == num_steps and DATA_ENDED in event.text for event in events):
+        left = f"{num_left:,} samples were left over" if num_left else "every sample was seen"
+        return f"The data ended at step {num_steps}: {left}; {used.padding}."
+    return f"{num_left:,} samples are left; {used.padding}."
 
 
 def held_out_table(run: RunData, summary: Mapping[str, Any]) -> list[HeldOut]:
@@ -187,9 +205,17 @@ def held_out_table(run: RunData, summary: Mapping[str, Any]) -> list[HeldOut]:
                 swapped=last.get(f"{swapped}/accuracy"),
                 chance=float(chance[base]) if isinstance(chance.get(base), int | float) else None,
                 loss=last.get(f"{true}/loss"),
+                samples=_sample_counts(last, true),
             )
         )
     return rows
+
+
+def _sample_counts(last: Mapping[str, float], name: str | None) -> str:
+    """Return how many samples of a held-out set were seen, and why others were not."""
+    counts = {word: int(last.get(f"{name}/{word}", 0)) for word in ("seen", "failed", "dropped")}
+    told = [f"{count:,} {word}" for word, count in counts.items() if count or word == "seen"]
+    return ", ".join(told) if f"{name}/seen" in last else "-"
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:

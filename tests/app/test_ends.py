@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import torch
 
 from loaders.index import index_shards
+from omni_pipeline.app import rank as rank_module
 from omni_pipeline.app.data_end import data_end
-from omni_pipeline.app.environment import Environment
-from omni_pipeline.app.rank import RankRun
-from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.app.sinks import read_metrics
-from omni_pipeline.core.config import load_config
 from omni_pipeline.core.errors import DataError
-from tests.support.ranks import run_ranks
+from tests.support.ranks import RanksFailedError, run_ranks
+from tests.support.runs import be_rank
 from tests.support.shards import caption_members, talk_members, write_tar
 
 RUN_FILE = """
@@ -98,18 +95,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def _be_rank(rank: int, run_file: Path, world_size: int, flags: Sequence[str]) -> None:
-    place = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-    run = RankRun(load_config(RunConfig, run_file, flags), place=place, device=torch.device("cpu"))
-    run.prepare_model()
-    run.train()
-    if run.lock is not None:
-        run.lock.close()
-
-
 def _train(data: Path, run_dir: Path, world_size: int, *flags: str) -> Ended:
     arguments = data / "run.toml", world_size, ("--run.dir", str(run_dir), *flags)
-    run_ranks(world_size, _be_rank, args=arguments)
+    run_ranks(world_size, be_rank, args=arguments)
     return _ended(run_dir)
 
 
@@ -200,7 +188,7 @@ def test_a_run_that_ends_by_its_steps_counts_what_is_left(data: Path, tmp_path: 
 
 def _no_step(rank: int, data: Path, run_dir: Path) -> str:
     with pytest.raises(DataError) as caught:
-        _be_rank(rank, data / "run.toml", 2, ["--run.dir", str(run_dir), *FEW])
+        be_rank(rank, data / "run.toml", 2, ["--run.dir", str(run_dir), *FEW])
     return str(caught.value)
 
 
@@ -211,3 +199,37 @@ def test_lanes_without_a_sample_leave_no_step_to_drop_none(data: Path, tmp_path:
     messages = run_ranks(2, _no_step, args=(data, tmp_path))
     assert messages[0] == messages[1]
     assert "lower order.lanes" in messages[0]
+
+
+EVALUATED = (
+    "--evaluation.every_steps",
+    "2",
+    "--checkpoint.every_steps",
+    "2",
+    "--run.steps",
+    "4",
+    "--evaluation.sources",
+)
+HELD_OUT = (
+    '[{{ name = "held", shards = "{root}/talks-0.tar", '
+    'layout = {{ kind = "fields", fields = ["wav", "txt"] }} }}]'
+)
+
+
+def _killed_in_evaluation(rank: int, data: Path, run_dir: Path, flags: tuple[str, ...]) -> None:
+    def die(*arguments: object, **options: object) -> None:
+        os._exit(9)
+
+    rank_module.evaluate = die  # type: ignore[assignment]  # in this process only
+    be_rank(rank, data / "run.toml", 1, flags)
+
+
+def test_an_evaluation_in_which_a_kill_came_is_done_after_the_resume(data: Path, tmp_path: Path) -> None:
+    flags = "--run.dir", str(tmp_path), *EVALUATED, HELD_OUT.format(root=data)
+    with pytest.raises(RanksFailedError, match="ended without a word"):
+        run_ranks(1, _killed_in_evaluation, args=(data, tmp_path, flags))
+    run_ranks(1, be_rank, args=(data / "run.toml", 1, flags))
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics["trainer/loss"][0].tolist() == [0, 1, 2, 3]
+    assert metrics["evaluation/held/loss"][0].tolist() == [1, 3]
+    assert metrics["evaluation/held/seen"][1].tolist() == [6, 6]

@@ -7,10 +7,17 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from loaders.index import index_shards
+from omni_pipeline.app.environment import Environment
+from omni_pipeline.app.rank import RankRun
+from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.sinks import read_metrics
+from omni_pipeline.core.config import load_config
 from tests.support.shards import caption_members, clip_members, talk_members, write_tar
 
 RUN_FILE = """
@@ -134,3 +141,13 @@ def losses(run_dir: Path) -> dict[int, float]:
     """Return the loss by step, the last attempt winning."""
     steps, values = read_metrics(run_dir / "metrics.jsonl")["trainer/loss"]
     return dict(zip(steps.tolist(), values.tolist(), strict=True))
+
+
+def be_rank(rank: int, run_file: Path, world_size: int, flags: Sequence[str]) -> None:
+    """Be one rank of the run; the process group exists already (see ``run_ranks``)."""
+    place = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+    run = RankRun(load_config(RunConfig, run_file, flags), place=place, device=torch.device("cpu"))
+    run.prepare_model()
+    run.train()
+    if run.lock is not None:
+        run.lock.close()
