@@ -25,6 +25,7 @@ from omni_pipeline.core.errors import DataError
 from omni_pipeline.core.sample import Sample, SampleId
 
 _REASONS = {FILTERED: "where", DENIED: "deny", UNUSABLE: "unusable"}
+FILTERS = frozenset({"where", "deny"})
 OVERSIZE = "oversize"
 """Reasons for which rows are left out, as ``LeftOut.counts`` names them."""
 READY = 32

@@ -29,8 +29,9 @@ from loaders.budget import ByteBudget
 from loaders.identity import STATE_VERSION, check_identity, full_identity, step_and_lanes
 from loaders.loader_config import LoaderConfig
 from loaders.order import merge_states as merge_lanes
+from loaders.pack_order import PackOrder
 from loaders.quarantine import Quarantine
-from loaders.step import PackOrder, Place, PlannedStep, StepAssembler, StepPlanner, decode_settings
+from loaders.step import Place, PlannedStep, StepAssembler, StepPlanner, decode_settings
 from loaders.workers import Decoder, InlineDecoder, WorkerPool
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.errors import StateMismatchError

@@ -26,43 +26,14 @@ from loaders.assemble import (
 )
 from loaders.budget import ByteBudget
 from loaders.decode.segment import DecodeRequest, DecodeSettings
-from loaders.fitting import Dropped
 from loaders.loader_config import LoaderConfig
+from loaders.pack_order import OrderCounts, PackOrder, count_step
 from loaders.quarantine import PLAN_STAGE, ErrorBudget, QuarantineRecord
 from loaders.workers import Decoded, Decoder, Failure
 from omni_pipeline.core.batch import Batch, MicroBatch
-from omni_pipeline.core.plan import Pack, Planner, StepPlan
+from omni_pipeline.core.plan import Planner, StepPlan
 from omni_pipeline.core.sample import Sample, SampleId, Segment
 from omni_pipeline.core.topology import Topology
-
-
-class PackOrder(Protocol):
-    """Gives the packs of one group's lanes; ``loaders.order.Order`` is the one in use."""
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all of its lanes have given all their samples."""
-        ...
-
-    def next_step(self, step: int) -> Sequence[Pack]:
-        """Return the packs of ``step``, by lane then number."""
-        ...
-
-    def remaining(self) -> Mapping[str, int]:
-        """Return how many samples of each source that ends its lanes have put into no pack so far."""
-        ...
-
-    def drain_dropped(self) -> Sequence[Dropped]:
-        """Return the samples that fit no pack, met since the last call."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state by lane; shares nothing with this object."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that has at least these lanes."""
-        ...
 
 
 class FailureRecords(Protocol):
@@ -119,7 +90,8 @@ class PlannedStep:
         futures: By piece; pieces of samples that are known to fail have none.
         known: Samples that failed when this step was trained before.
         state: Loader state after this step.
-        exhausted, left, dropped: As in ``Batch``.
+        exhausted: As in ``Batch``.
+        counts: What ``Batch`` says of the order.
         num_bytes: Planned, and held in the budget.
         plan_s: Seconds of planning.
     """
@@ -130,8 +102,7 @@ class PlannedStep:
     known: frozenset[SampleId]
     state: dict[str, Any] = field(repr=False)
     exhausted: bool
-    left: Mapping[str, int]
-    dropped: Mapping[str, int]
+    counts: OrderCounts
     num_bytes: int
     plan_s: float
 
@@ -173,6 +144,7 @@ class StepPlanner:
         self._quarantine = quarantine
         self._step = step
         self._state_of = state_of
+        self._left_out = Counter[tuple[str, str]]()
 
     def next_step(self) -> PlannedStep | None:
         """Return the next step, or None when the budget was closed."""
@@ -180,7 +152,8 @@ class StepPlanner:
         packs = self._order.next_step(self._step)
         plan = self._planner.plan(packs, step=self._step, group=self._place.group)
         state = self._state_of(self._step + 1, self._order.state_dict())
-        left, dropped = self._order.remaining(), self._record_dropped()
+        self._record_dropped()
+        counts, self._left_out = count_step(self._order, left_out_before=self._left_out)
         rank, replica = self._place.rank, self._place.replica
         pieces = tuple(
             pieces_of(
@@ -201,8 +174,7 @@ class StepPlanner:
             known=known,
             state=state,
             exhausted=self._order.exhausted and not any(pack.samples for pack in packs),
-            left=left,
-            dropped=dropped,
+            counts=counts,
             num_bytes=num_bytes,
             plan_s=plan_s,
         )
@@ -217,10 +189,11 @@ class StepPlanner:
                 futures[piece] = self._decoder.submit(_request(sample, segment))
         return futures
 
-    def _record_dropped(self) -> Counter[str]:
-        """Write a record of each sample that fits no pack, once per group; return their number by source."""
+    def _record_dropped(self) -> None:
         dropped = self._order.drain_dropped()
-        for item in dropped if self._place.leads_group else ():
+        if not self._place.leads_group:
+            return
+        for item in dropped:
             self._quarantine.add(
                 QuarantineRecord(
                     step=self._step,
@@ -237,7 +210,6 @@ class StepPlanner:
                     rank=self._place.rank,
                 )
             )
-        return Counter(item.id.source for item in dropped)
 
 
 class StepAssembler:
@@ -292,8 +264,10 @@ class StepAssembler:
             num_bytes=step.num_bytes,
             timings={**timings, "plan_s": step.plan_s, "assemble_s": time.monotonic() - begin},
             exhausted=step.exhausted,
-            left=step.left,
-            dropped=step.dropped,
+            left=step.counts.left,
+            dropped=step.counts.dropped,
+            filtered=step.counts.filtered,
+            used_up=step.counts.used_up,
         )
 
     def _collect(

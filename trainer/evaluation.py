@@ -2,7 +2,8 @@
 
 Ranks have different numbers of batches; those that have none left help the others with empty ones. Every
 rank adds up what it sees, and the sums meet in one collective at the end, so a sample counts where it runs
-and nowhere else. What was not judged is counted too: seen + failed + dropped is what the lanes have drawn.
+and nowhere else. What was not judged is counted too: seen + failed + dropped + filtered is what the sources
+have.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class EvalSums:
         num_judged: Labels without those of the end of a sample.
         num_seen: Samples that ran.
         num_failed: Samples that could not be fetched or decoded, and so have no label.
-        num_dropped: Samples that fit no pack.
+        num_dropped: Samples that cannot be used, or fit no pack.
+        num_filtered: Samples that filters and deny-lists leave out.
     """
 
     loss_sum: float = 0.0
@@ -43,6 +45,7 @@ class EvalSums:
     num_seen: int = 0
     num_failed: int = 0
     num_dropped: int = 0
+    num_filtered: int = 0
 
     @property
     def loss(self) -> float:
@@ -56,7 +59,7 @@ class EvalSums:
 
 
 NUM_SUMS = len(fields(EvalSums))
-NUM_OF_LABELS = 4  # the first ones are sums over labels, the last ones count samples
+NUM_OF_LABELS = 4  # the first ones are sums over labels, the others count samples
 
 
 def evaluate(
@@ -87,7 +90,8 @@ def evaluate(
         batch, problem = next_batch(iterator)
         if batch is not None and is_first:
             # Of the last, exhausted batch too: it may be the one that met them.
-            totals[:, -1] += torch.tensor([batch.dropped.get(name, 0) for name in sources])
+            totals[:, -2] += torch.tensor([batch.dropped.get(name, 0) for name in sources])
+            totals[:, -1] += torch.tensor([batch.filtered.get(name, 0) for name in sources])
         prepared = prepare_step(model, batch, step=step, settings=settings, problem=problem)
         if prepared.batch is None:
             break
@@ -116,7 +120,7 @@ def _step_sums(
             labels = torch.from_numpy(microbatch.labels_without(prepared.failed)).to(output.losses.device)
             of_positions = _position_values(output.losses, output.predictions, labels, eos=eos)
             totals[:, :NUM_OF_LABELS] += _source_of_position(microbatch, sources).double().T @ of_positions
-            totals[:, NUM_OF_LABELS:-1] += _sample_counts(microbatch, sources, failed=prepared.failed)
+            totals[:, NUM_OF_LABELS:-2] += _sample_counts(microbatch, sources, failed=prepared.failed)
     model.release()
     return totals
 

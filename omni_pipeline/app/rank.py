@@ -11,7 +11,7 @@ import logging
 import os
 import sys
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -140,6 +140,7 @@ class RankRun:
         self.jsonl = JsonlMetrics(self.folder.metrics_path) if self.rank == 0 else None
         if self.rank == 0:
             self.folder.write_settings(config.model_dump(mode="json"))
+        self.used_up: Mapping[str, Mapping[str, float]] = {}
         self.last_plans: deque[StepPlan] = deque(maxlen=2)
 
     def prepare_model(self) -> None:
@@ -308,13 +309,28 @@ class RankRun:
         for batch in loader:
             if not batch.exhausted:
                 self.last_plans.append(batch.plan)
+            self.used_up = batch.used_up
             yield batch
 
     def _after_step(self, num_steps: int, metrics: Metrics) -> None:
         if self.jsonl is not None:
             self.jsonl.flush()  # so that whoever watches the file sees this step
+            self._tell_used_up(num_steps - 1)
         if self._evaluates_after(num_steps):
             self._evaluate(metrics, step=num_steps - 1)
+
+    def _tell_used_up(self, step: int) -> None:
+        """Say once which sources the lanes of the first group begin to do without, from this step on."""
+        told = {event.text for event in self.folder.events()} if self.used_up else set()
+        for source, shares in self.used_up.items():
+            event = Event(step=step, text=f"source {source} used up")
+            if event.text not in told:
+                self.folder.add_event(event)
+                rest = ", ".join(f"{name} {share:.3f}" for name, share in shares.items() if share > 0)
+                rest = rest or "nothing is left there"
+                logger.info(
+                    "step %s: a lane has used up source %r; its shares are now: %s", step, source, rest
+                )
 
     def _evaluates_after(self, num_steps: int) -> bool:
         """Return whether an evaluation during the run is due after so many steps."""
@@ -336,7 +352,12 @@ class RankRun:
                 if not sums.num_labels:
                     where = self.folder.quarantine_of(name)
                     logger.warning("held-out %s: no sample could be judged; see %s", name, where)
-                counts = {"seen": sums.num_seen, "failed": sums.num_failed, "dropped": sums.num_dropped}
+                counts = {
+                    "seen": sums.num_seen,
+                    "failed": sums.num_failed,
+                    "dropped": sums.num_dropped,
+                    "filtered": sums.num_filtered,
+                }
                 numbers = {"loss": sums.loss, "accuracy": sums.accuracy, **counts}
                 for key, value in numbers.items():
                     metrics.record(f"{EVALUATION}{name}/{key}", value, step)

@@ -213,7 +213,7 @@ def held_out_table(run: RunData, summary: Mapping[str, Any]) -> list[HeldOut]:
 
 def _sample_counts(last: Mapping[str, float], name: str | None) -> str:
     """Return how many samples of a held-out set were seen, and why others were not."""
-    counts = {word: int(last.get(f"{name}/{word}", 0)) for word in ("seen", "failed", "dropped")}
+    counts = {word: int(last.get(f"{name}/{word}", 0)) for word in ("seen", "failed", "dropped", "filtered")}
     told = [f"{count:,} {word}" for word, count in counts.items() if count or word == "seen"]
     return ", ".join(told) if f"{name}/seen" in last else "-"
 

@@ -98,8 +98,11 @@ class Batch:
             may a run stop: a group sees its own lanes only.
         left: Samples by source that the lanes of the group have put into no pack so far, this batch
             included; those of sources without an end are left out.
-        dropped: Samples by source that were met while this step was packed and fit no pack, in the lanes of
-            the group.
+        dropped: Samples by source that were met while this step was packed and cannot be used, or fit no
+            pack, in the lanes of the group.
+        filtered: Likewise, those that the run's filters and deny-lists leave out.
+        used_up: Sources that a lane of the group has drawn to their end while this step was packed, and the
+            shares of all sources there from then on.
     """
 
     plan: StepPlan
@@ -111,6 +114,8 @@ class Batch:
     exhausted: bool = False
     left: Mapping[str, int] = field(default_factory=dict)
     dropped: Mapping[str, int] = field(default_factory=dict)
+    filtered: Mapping[str, int] = field(default_factory=dict)
+    used_up: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     @property
     def num_empty_packs(self) -> int:

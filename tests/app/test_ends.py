@@ -95,6 +95,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def _used_up(run_dir: Path) -> dict[str, int]:
+    """By source, the step at which it was told to be used up."""
+    events = [event for event in RunDir(run_dir).events() if event.text.endswith(" used up")]
+    assert len({event.text for event in events}) == len(events)
+    return {event.text.removeprefix("source ").removesuffix(" used up"): event.step for event in events}
+
+
 def _train(data: Path, run_dir: Path, world_size: int, *flags: str) -> Ended:
     arguments = data / "run.toml", world_size, ("--run.dir", str(run_dir), *flags)
     run_ranks(world_size, be_rank, args=arguments)
@@ -146,16 +153,26 @@ def _check_pad(ended: Ended) -> None:
 
 
 @pytest.fixture(scope="module")
-def alone(data: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+def alone_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("alone")
+
+
+@pytest.fixture(scope="module")
+def alone(data: Path, alone_dir: Path) -> dict[str, Ended]:
     """The run on one rank, by ``order.end``."""
-    folder = tmp_path_factory.mktemp("alone")
-    return {end: _train(data, folder / end, 1, "--order.end", end) for end in ("pad", "drop")}
+    return {end: _train(data, alone_dir / end, 1, "--order.end", end) for end in ("pad", "drop")}
 
 
 def test_every_sample_is_seen_or_left_and_counted(alone: dict[str, Ended]) -> None:
     _check_pad(alone["pad"])
     _check_drop(alone["drop"])
     assert alone["pad"].num_steps > alone["drop"].num_steps
+
+
+def test_a_source_that_is_used_up_is_told_once(alone: dict[str, Ended], alone_dir: Path) -> None:
+    steps = _used_up(alone_dir / "pad")
+    assert set(steps) == set(TOTALS)
+    assert steps["talks"] < steps["captions"] < alone["pad"].num_steps
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from omni_pipeline.app.report import held_out_table, key_numbers, source_table, write_report
+from omni_pipeline.app.data_end import data_end
+from omni_pipeline.app.report import held_out_table, key_numbers, source_table, used_up, write_report
 from omni_pipeline.app.report_figures import figures
 from omni_pipeline.app.report_gallery import gallery_from_plan
 from omni_pipeline.app.report_run import load_run, marks_of, replays_of
@@ -266,6 +267,48 @@ def test_sources_are_summed_and_sorted_by_tokens(tmp_path: Path) -> None:
         ("b", 60.0, 0.0, 0.75),
         ("a", 20.0, 4.0, 0.25),
     ]
+
+
+ENDING = {
+    "loader/samples/talks": 5.0,
+    "loader/left/talks": 3.0,
+    "loader/samples/prose": 9.0,
+    "loader/empty_packs": 1.0,
+    "loader/empty_positions": 64.0,
+}
+
+
+def test_the_page_tells_what_was_left_where_the_data_ended(tmp_path: Path) -> None:
+    minimal_run(tmp_path, {**ENDING, "loader/tokens/talks": 30.0, "loader/tokens/prose": 9.0}, steps=4)
+    run = load_run(tmp_path)
+    assert str(data_end(run.metrics)) == (
+        "samples of talks 20 seen, 3 left; 4 packs (256 positions) stayed empty"
+    )
+    assert [(row["name"], row["left"]) for row in source_table(run)] == [("talks", 3), ("prose", None)]
+    assert used_up(run, []) == "3 samples are left; 4 packs (256 positions) stayed empty."
+    ended = Event(step=4, text="the data ended at step 4")
+    told = "The data ended at step 4: 3 samples were left over; 4 packs (256 positions) stayed empty."
+    assert used_up(run, [ended]) == told
+    page = Page(write_report(tmp_path, tmp_path / "report.html", events=[ended]).read_text())
+    assert told in page.text
+    assert "no end" in page.text
+
+
+def test_the_page_of_an_endless_run_tells_of_no_end(tmp_path: Path) -> None:
+    minimal_run(
+        tmp_path, {"loader/samples/talks": 5.0, "loader/tokens/talks": 30.0, "loader/empty_packs": 0.0}
+    )
+    run = load_run(tmp_path)
+    assert data_end(run.metrics) is None
+    assert used_up(run, []) == ""
+    assert "stayed empty" not in Page(write_report(tmp_path, tmp_path / "report.html").read_text()).text
+
+
+def test_held_out_samples_that_were_not_seen_are_told_with_their_reason(tmp_path: Path) -> None:
+    counts = {"seen": 1200.0, "failed": 1.0, "dropped": 0.0, "filtered": 7.0}
+    minimal_run(tmp_path, {f"evaluation/held/{name}": count for name, count in counts.items()})
+    (row,) = held_out_table(load_run(tmp_path), {})
+    assert row.samples == "1,200 seen, 1 failed, 7 filtered"
 
 
 def test_held_out_sets_are_joined_with_their_swapped_twins(tmp_path: Path) -> None:

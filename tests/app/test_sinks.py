@@ -238,3 +238,17 @@ def test_steps_trained_are_those_of_the_furthest_attempt_since_the_last_fresh_st
         metrics.close()
         reached.append(sinks.num_steps_trained(path))
     assert reached == [19, 19, 19, 4, 6, 6]
+
+
+def test_an_evaluation_first_after_a_resume_is_no_step_of_that_start(tmp_path: Path) -> None:
+    """A kill in the evaluation after step 0: the next start evaluates again, and may be killed again."""
+    path = tmp_path / "metrics.jsonl"
+    write(path, first=0, last=6)
+    for _ in range(2):
+        metrics = sinks.JsonlMetrics(path)
+        metrics.record("evaluation/digits/loss", 0.5, 0)
+        metrics.close()
+        attempt = sinks.read_attempts(path)[-1]
+        assert (attempt.first_step, attempt.last_step) == (1, 0)
+        assert sinks.num_steps_trained(path) == 7
+        assert sinks.read_metrics(path)["trainer/loss"][0].tolist() == [0, 1]

@@ -316,7 +316,7 @@ def test_evaluation_sums_by_source_and_judges_no_end_token() -> None:
     samples = [parity.mixed_sample(0), parity.mixed_sample(1), parity.text_sample(50), parity.text_sample(51)]
     num_mixed = sum(sample.num_labels for sample in samples[:2])
     _, num_labels, num_correct, num_judged, *counts = whole["mixed"]
-    assert counts == [2, 0, 0]
+    assert counts == [2, 0, 0, 0]
     # One end token per sample is a label but not judged.
     assert (num_labels, num_judged) == (num_mixed, num_mixed - 2)
     assert 0 <= num_correct <= num_judged
