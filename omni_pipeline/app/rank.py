@@ -320,17 +320,14 @@ class RankRun:
             self._evaluate(metrics, step=num_steps - 1)
 
     def _tell_used_up(self, step: int) -> None:
-        """Say once which sources the lanes of the first group begin to do without, from this step on."""
+        """Say once of each source that a lane of the first group has drawn its last sample, in ``step``."""
         told = {event.text for event in self.folder.events()} if self.used_up else set()
         for source, shares in self.used_up.items():
-            event = Event(step=step, text=f"source {source} used up")
+            event = Event(step=step, text=f"a lane is out of {source}")
             if event.text not in told:
                 self.folder.add_event(event)
                 rest = ", ".join(f"{name} {share:.3f}" for name, share in shares.items() if share > 0)
-                rest = rest or "nothing is left there"
-                logger.info(
-                    "step %s: a lane has used up source %r; its shares are now: %s", step, source, rest
-                )
+                logger.info("step %s: %s; its shares are now: %s", step, event.text, rest or "none")
 
     def _evaluates_after(self, num_steps: int) -> bool:
         """Return whether an evaluation during the run is due after so many steps."""

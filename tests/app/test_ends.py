@@ -59,6 +59,7 @@ warmup_steps = 1
 every_steps = 0
 """
 TOTALS = {"captions": 27, "talks": 6}
+OUT = "a lane is out of "
 OTHERS = ("pad", 2), ("pad", 3), ("pad", 4), ("drop", 2), ("drop", 4)
 
 
@@ -96,10 +97,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _used_up(run_dir: Path) -> dict[str, int]:
-    """By source, the step at which it was told to be used up."""
-    events = [event for event in RunDir(run_dir).events() if event.text.endswith(" used up")]
+    """By source, the step at which the first lane was told to be out of it."""
+    events = [event for event in RunDir(run_dir).events() if event.text.startswith(OUT)]
     assert len({event.text for event in events}) == len(events)
-    return {event.text.removeprefix("source ").removesuffix(" used up"): event.step for event in events}
+    return {event.text.removeprefix(OUT): event.step for event in events}
 
 
 def _train(data: Path, run_dir: Path, world_size: int, *flags: str) -> Ended:
