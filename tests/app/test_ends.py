@@ -60,7 +60,8 @@ every_steps = 0
 """
 TOTALS = {"captions": 27, "talks": 6}
 OUT = "a lane is out of "
-OTHERS = ("pad", 2), ("pad", 3), ("pad", 4), ("drop", 2), ("drop", 4)
+# Ranks and replicas per group: one group, groups of one, groups of two.
+OTHERS = ("pad", 2, 1), ("pad", 3, 1), ("pad", 4, 2), ("drop", 2, 2), ("drop", 3, 1), ("drop", 4, 2)
 
 
 class Ended(NamedTuple):
@@ -177,13 +178,14 @@ def test_a_source_that_is_used_up_is_told_once(alone: dict[str, Ended], alone_di
 
 
 @pytest.mark.parametrize(
-    ("end", "world_size"),
-    [("drop", 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
+    ("end", "world_size", "per_group"),
+    [("drop", 3, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS)],
 )
 def test_the_last_step_and_all_counts_are_the_same_on_any_ranks(
-    data: Path, tmp_path: Path, alone: dict[str, Ended], end: str, world_size: int
+    data: Path, tmp_path: Path, alone: dict[str, Ended], end: str, world_size: int, per_group: int
 ) -> None:
-    assert _train(data, tmp_path, world_size, "--order.end", end) == alone[end]
+    flags = "--order.end", end, "--balance.group", str(per_group)
+    assert _train(data, tmp_path, world_size, *flags) == alone[end]
 
 
 def test_an_ended_run_ends_at_once_and_then_goes_on_with_what_it_dropped(data: Path, tmp_path: Path) -> None:
