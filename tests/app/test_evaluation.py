@@ -64,7 +64,7 @@ layout = {{ kind = "fields", fields = ["jpg", "txt"] }}
 BROKEN, LONG = 4, 20
 LONG_TEXT = b"long " * 20
 # By world size, the replicas per group.
-LAYOUTS = {1: 1, 2: 1, 3: 1, 4: 2}
+LAYOUTS = {1: 1, 2: 2, 3: 1, 4: 2}
 
 
 @pytest.fixture(scope="module")
