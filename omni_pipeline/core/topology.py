@@ -2,7 +2,8 @@
 
 Axes from fastest to slowest: tp, cp, dp, pp; so tensor- and context-parallel ranks are neighbours on a node
 and pipeline stages are far apart. A replica is the tp x cp x pp ranks that hold one copy of the LLM; a group
-is a run of consecutive replicas that balance together.
+is a run of consecutive replicas that balance together. Every answer costs as much as it is long, whatever
+the size of the world: planning asks for them in each step.
 """
 
 from __future__ import annotations
@@ -70,17 +71,33 @@ class Topology:
 
     def replicas_of_group(self, group: int) -> tuple[int, ...]:
         """Return the replicas of ``group``, ascending."""
-        size = self.num_replicas // self.num_groups
-        return tuple(range(group * size, (group + 1) * size))
+        return tuple(self._replicas(group))
 
     def ranks_of_replica(self, replica: int) -> tuple[int, ...]:
         """Return all ranks of ``replica``, ascending."""
-        return tuple(rank for rank in range(self.world_size) if self.replica_of(rank) == replica)
+        if not 0 <= replica < self.num_replicas:
+            raise ValueError(f"there is no replica {replica}: the layout has {self.num_replicas}")
+        return self._ranks(range(replica, replica + 1))
 
     def ranks_of_group(self, group: int) -> tuple[int, ...]:
         """Return all ranks of ``group``, ascending."""
-        return tuple(rank for rank in range(self.world_size) if self.group_of(rank) == group)
+        return self._ranks(self._replicas(group))
 
     def row_owners(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of pipeline stage 0 of ``replica``, which own its sequence positions, in order."""
         return self.ranks_of_replica(replica)[: self.tp * self.cp]
+
+    def _replicas(self, group: int) -> range:
+        if not 0 <= group < self.num_groups:
+            raise ValueError(f"there is no group {group}: the layout has {self.num_groups}")
+        size = self.num_replicas // self.num_groups
+        return range(group * size, (group + 1) * size)
+
+    def _ranks(self, replicas: range) -> tuple[int, ...]:
+        """Ranks of consecutive replicas: one run per pipeline stage, so the cost is that of the answer."""
+        width, per_stage = self.tp * self.cp, self.world_size // self.pp
+        return tuple(
+            stage * per_stage + rank
+            for stage in range(self.pp)
+            for rank in range(replicas.start * width, replicas.stop * width)
+        )

@@ -24,8 +24,43 @@ def test_groups_and_replicas_split_the_ranks_exactly(
     assert sorted(owners) == list(range(tp * cp * size * groups))
 
 
+@given(degrees, degrees, degrees, degrees, degrees)
+def test_members_are_those_that_a_walk_over_all_ranks_finds(
+    tp: int, cp: int, pp: int, size: int, groups: int
+) -> None:
+    layout = Topology(tp * cp * pp * size * groups, tp=tp, cp=cp, pp=pp, replicas_per_group=size)
+    world = range(layout.world_size)
+    for replica in range(layout.num_replicas):
+        ranks = layout.ranks_of_replica(replica)
+        assert ranks == tuple(rank for rank in world if layout.replica_of(rank) == replica)
+        assert layout.row_owners(replica) == ranks[: tp * cp]
+    for group in range(layout.num_groups):
+        assert layout.ranks_of_group(group) == tuple(r for r in world if layout.group_of(r) == group)
+
+
+def test_asking_for_members_does_not_walk_the_world() -> None:
+    layout = Topology(2**60, tp=4, cp=2, pp=8, replicas_per_group=16)
+    group = layout.num_groups - 1
+    ranks = layout.ranks_of_group(group)
+    assert len(ranks) == 4 * 2 * 8 * 16
+    assert {layout.group_of(rank) for rank in ranks} == {group}
+    assert ranks[-1] == 2**60 - 1
+    assert layout.ranks_of_replica(layout.num_replicas - 1)[-1] == 2**60 - 1
+
+
 def test_a_world_size_that_does_not_fit_says_how_to_mend_it() -> None:
     with pytest.raises(ConfigError, match="world size 6 is not a multiple of tp x cp x pp = 4"):
         Topology(6, tp=2, cp=2)
     with pytest.raises(ConfigError, match="6 replicas do not divide into groups of 4"):
         Topology(6, replicas_per_group=4)
+
+
+@pytest.mark.parametrize("number", [-1, 4])
+def test_a_group_or_replica_that_is_not_there_is_a_misuse(number: int) -> None:
+    layout = Topology(4, replicas_per_group=1)
+    for members in (layout.replicas_of_group, layout.ranks_of_group):
+        with pytest.raises(ValueError, match=f"there is no group {number}: the layout has 4"):
+            members(number)
+    for members in (layout.ranks_of_replica, layout.row_owners):
+        with pytest.raises(ValueError, match=f"there is no replica {number}: the layout has 4"):
+            members(number)
