@@ -1,4 +1,4 @@
-"""Position in a lane -> sample of a source: pure arithmetic, no replay.
+"""Position in a lane -> sample of a source, and back: pure arithmetic, no replay.
 
 In each epoch the shards of a source are permuted by seed, concatenated, and rotated by a seeded offset;
 lane l of L owns the run ``[l*N//L, (l+1)*N//L)`` of the N samples. The rotation gives a lane other samples
@@ -28,11 +28,10 @@ IntArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class _Epoch:
-    """One epoch's concatenation: ends of its shards, first ordinal of each, and the rotation."""
+    """One epoch's concatenation: its shards in order, where each ends in it, and the rotation."""
 
+    shards: IntArray
     ends: IntArray
-    starts: IntArray
-    ordinals: IntArray
     shift: int
 
 
@@ -71,7 +70,7 @@ class LaneOrder:
                 where=f"source {name!r}, {len(self._sizes)} shards",
                 fix="remove the source, or widen its `where` filter and shard pattern",
             )
-        self._firsts = np.cumsum(self._sizes) - self._sizes
+        self._ends = np.cumsum(self._sizes)
         self._name, self._lanes, self._seed, self._block = name, lanes, seed, shuffle_block
         self.epochs_per_round = -(-lanes // self.num_samples)
         self._full_rounds: int | None = None if epochs is None else epochs // self.epochs_per_round
@@ -114,10 +113,44 @@ class LaneOrder:
         block_index = offset // self._block
         first = start + block_index * self._block
         ordinals = self._ordinals(round_index, first, min(first + self._block, end))
-        if len(ordinals) > 1:
-            shuffle = generator(self._seed, f"lanes/block/{self._name}", lane, round_index, block_index)
-            ordinals = ordinals[shuffle.permutation(len(ordinals))]
-        return position - offset + block_index * self._block, ordinals
+        shuffled = ordinals[self._shuffle(lane, round_index, block_index, size=len(ordinals))]
+        return position - offset + block_index * self._block, shuffled
+
+    def positions_of(self, ordinal: int, *, epoch: int) -> tuple[int, int]:
+        """Return the lane, and the position in it, of ``ordinal`` in ``epoch``: ``ordinal`` backwards.
+
+        Every sample has exactly one place in every epoch. Costs as much as one block, and a look at the
+        list of shards.
+
+        Raises:
+            ValueError: The source has no such sample or no such epoch.
+        """
+        round_index, epoch_index = divmod(epoch, self.epochs_per_round)
+        num_epochs = self._epochs_in_round(round_index)
+        if not 0 <= ordinal < self.num_samples:
+            raise ValueError(f"source {self._name!r} has no sample {ordinal}: it has {self.num_samples}")
+        if epoch < 0 or epoch_index >= num_epochs:
+            raise ValueError(f"source {self._name!r} has no epoch {epoch}")
+        found = self._epoch(epoch)
+        shard = int(np.searchsorted(self._ends, ordinal, side="right"))
+        slot = int(np.flatnonzero(found.shards == shard)[0])
+        place = ordinal - int(self._ends[shard]) + int(found.ends[slot])
+        place = epoch_index * self.num_samples + (place - found.shift) % self.num_samples
+        # The last lane whose run starts at or before the place: empty runs start where the next one does.
+        lane = ((place + 1) * self._lanes - 1) // (num_epochs * self.num_samples)
+        start, end = self._run(lane, num_epochs)
+        block_index, offset = divmod(place - start, self._block)
+        first = block_index * self._block
+        shuffle = self._shuffle(lane, round_index, block_index, size=min(self._block, end - start - first))
+        position = round_index * self.run_length(lane) + first + int(np.flatnonzero(shuffle == offset)[0])
+        return lane, position
+
+    def _shuffle(self, lane: int, round_index: int, block_index: int, *, size: int) -> IntArray:
+        """The permutation of one block: entry k is the place, within the block, of what comes k-th."""
+        if size == 1:
+            return np.zeros(1, dtype=np.int64)
+        purpose = f"lanes/block/{self._name}"
+        return generator(self._seed, purpose, lane, round_index, block_index).permutation(size)
 
     def _epochs_in_round(self, round_index: int) -> int:
         if self._full_rounds is None or round_index < self._full_rounds:
@@ -137,7 +170,7 @@ class LaneOrder:
             epoch = self._epoch(round_index * self.epochs_per_round + epoch_index)
             places = (np.arange(start, end, dtype=np.int64) + epoch.shift) % self.num_samples
             slots = np.searchsorted(epoch.ends, places, side="right")
-            pieces.append(places - epoch.starts[slots] + epoch.ordinals[slots])
+            pieces.append(places - epoch.ends[slots] + self._ends[epoch.shards[slots]])
             first += end - start
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
 
@@ -146,9 +179,8 @@ class LaneOrder:
         if found is None:
             shuffle = generator(self._seed, f"lanes/shards/{self._name}", epoch)
             shards = shuffle.permutation(len(self._sizes))
-            ends = np.cumsum(self._sizes[shards])
             shift = int(shuffle.integers(self.num_samples))
-            found = _Epoch(ends, ends - self._sizes[shards], self._firsts[shards], shift)
+            found = _Epoch(shards, np.cumsum(self._sizes[shards]), shift)
             # Lanes run a little apart and a round may hold several epochs.
             if len(self._cache) >= 2 * self.epochs_per_round + 2:
                 self._cache.popitem(last=False)

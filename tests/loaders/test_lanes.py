@@ -81,6 +81,43 @@ def test_block_and_ordinal_agree_at_any_position(position: int) -> None:
     assert [order.ordinal(1, first + offset) for offset in range(len(ordinals))] == ordinals.tolist()
 
 
+@FAST
+@given(
+    sizes=shard_sizes(),
+    lanes=st.integers(1, 40),
+    block=st.integers(1, 9),
+    first_epoch=st.sampled_from([0, 1, 10**9]),
+)
+def test_the_place_of_a_sample_is_the_inverse_of_the_sample_of_a_place(
+    sizes: list[int], lanes: int, block: int, first_epoch: int
+) -> None:
+    order = build(sizes, lanes=lanes, shuffle_block=block)
+    for epoch in range(first_epoch, first_epoch + 2 * order.epochs_per_round):
+        places = [order.positions_of(ordinal, epoch=epoch) for ordinal in range(order.num_samples)]
+        assert [order.ordinal(lane, position) for lane, position in places] == list(range(sum(sizes)))
+        for lane, position in places:
+            assert position // order.run_length(lane) == epoch // order.epochs_per_round
+
+
+@FAST
+@given(sizes=shard_sizes(), lanes=st.integers(1, 40), epochs=st.integers(1, 7), block=st.integers(1, 9))
+def test_the_places_of_all_samples_in_all_epochs_are_all_positions_of_all_lanes(
+    sizes: list[int], lanes: int, epochs: int, block: int
+) -> None:
+    order = build(sizes, lanes=lanes, epochs=epochs, shuffle_block=block)
+    places = [
+        order.positions_of(ordinal, epoch=epoch)
+        for ordinal in range(order.num_samples)
+        for epoch in range(epochs)
+    ]
+    lengths = [order.num_positions(lane) or 0 for lane in range(lanes)]
+    assert sorted(places) == [(lane, place) for lane in range(lanes) for place in range(lengths[lane])]
+    with pytest.raises(ValueError, match=f"has no epoch {epochs}"):
+        order.positions_of(0, epoch=epochs)
+    with pytest.raises(ValueError, match=f"has no sample {order.num_samples}: it has {order.num_samples}"):
+        order.positions_of(order.num_samples, epoch=0)
+
+
 def test_lanes_of_one_single_shard_get_other_samples_in_other_epochs() -> None:
     order = build([400], lanes=4)
     assert set(round_of(order, 0, 0)) != set(round_of(order, 0, 1))
