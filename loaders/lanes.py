@@ -4,11 +4,19 @@ In each epoch the shards of a source are permuted by seed, concatenated, and rot
 lane l of L owns the run ``[l*N//L, (l+1)*N//L)`` of the N samples. The rotation gives a lane other samples
 in each epoch even where the source is one single shard. A source with fewer samples than lanes takes ``K =
 ceil(L/N)`` epochs together as one *round* of K*N positions, and lanes split the round; else K is 1. Inside
-its run a lane permutes blocks of ``shuffle_block`` consecutive positions.
+its run a lane permutes blocks of ``shuffle_block`` consecutive positions, and begins at a seeded block, so
+that lanes of equal shards do not all read the same part of a shard at the same time.
 
 **Shards open at once.** A block covers consecutive positions of the concatenation, so reading a lane in order
-touches, within one block, at most ``ceil((shuffle_block - 1) / s) + 1`` shards of a source, s the samples of
-its smallest shard that is not empty.
+touches, within one block, at most ``B = ceil((shuffle_block - 1) / s) + 1`` shards of a source, s the samples
+of its smallest shard that is not empty. A node needs at most (its lanes) x (the sum of B over the sources)
+shards open, and one for each sample that waits in a look-ahead buffer since an earlier block.
+
+**Quality.** A batch takes as much from every lane, so from every part of the source. Against one permutation
+of all samples: where a run is one block, the mean over a batch varies no more, whatever it is the mean of;
+where it has many, what is alike within a block is drawn together: neighbours meet in a batch (run length /
+``shuffle_block``) times as often, and a mean may vary as if the batch had some samples per lane less, with
+at worst one independent sample per lane. Epochs are independent (``tests/loaders/test_shuffle.py``).
 """
 
 from __future__ import annotations
@@ -110,11 +118,12 @@ class LaneOrder:
         start, end = self._run(lane, self._epochs_in_round(round_index))
         if position < 0 or offset >= end - start:
             raise ValueError(f"lane {lane} of source {self._name!r} has no position {position}")
-        block_index = offset // self._block
-        first = start + block_index * self._block
-        ordinals = self._ordinals(round_index, first, min(first + self._block, end))
-        shuffled = ordinals[self._shuffle(lane, round_index, block_index, size=len(ordinals))]
-        return position - offset + block_index * self._block, shuffled
+        length = end - start
+        block_index, into = divmod((offset + self._turn(lane, round_index, length)) % length, self._block)
+        first = block_index * self._block
+        size = min(self._block, length - first)
+        ordinals = self._ordinals(round_index, start + first, start + first + size)
+        return position - into, ordinals[self._shuffle(lane, round_index, block_index, size)]
 
     def positions_of(self, ordinal: int, *, epoch: int) -> tuple[int, int]:
         """Return the lane, and the position in it, of ``ordinal`` in ``epoch``: ``ordinal`` backwards.
@@ -139,18 +148,28 @@ class LaneOrder:
         # The last lane whose run starts at or before the place: empty runs start where the next one does.
         lane = ((place + 1) * self._lanes - 1) // (num_epochs * self.num_samples)
         start, end = self._run(lane, num_epochs)
-        block_index, offset = divmod(place - start, self._block)
+        length = end - start
+        block_index, into = divmod(place - start, self._block)
         first = block_index * self._block
-        shuffle = self._shuffle(lane, round_index, block_index, size=min(self._block, end - start - first))
-        position = round_index * self.run_length(lane) + first + int(np.flatnonzero(shuffle == offset)[0])
-        return lane, position
+        shuffle = self._shuffle(lane, round_index, block_index, min(self._block, length - first))
+        drawn = first + int(np.flatnonzero(shuffle == into)[0])
+        offset = (drawn - self._turn(lane, round_index, length)) % length
+        return lane, round_index * self.run_length(lane) + offset
 
-    def _shuffle(self, lane: int, round_index: int, block_index: int, *, size: int) -> IntArray:
+    def _turn(self, lane: int, round_index: int, length: int) -> int:
+        """Where in its run a lane begins, always with a block; after the run's end comes its start."""
+        num_blocks = -(-length // self._block)
+        if num_blocks == 1:
+            return 0
+        turn = generator(self._seed, f"lanes/turn/{self._name}", lane, round_index)
+        return int(turn.integers(num_blocks)) * self._block
+
+    def _shuffle(self, lane: int, round_index: int, block_index: int, size: int) -> IntArray:
         """The permutation of one block: entry k is the place, within the block, of what comes k-th."""
         if size == 1:
             return np.zeros(1, dtype=np.int64)
-        purpose = f"lanes/block/{self._name}"
-        return generator(self._seed, purpose, lane, round_index, block_index).permutation(size)
+        shuffle = generator(self._seed, f"lanes/block/{self._name}", lane, round_index, block_index)
+        return shuffle.permutation(size)
 
     def _epochs_in_round(self, round_index: int) -> int:
         if self._full_rounds is None or round_index < self._full_rounds:
