@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from balancer.planner import BalanceConfig, GroupPlanner
+from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
 from loaders.decode.text import ByteTokenizer
 from loaders.index import index_shards
@@ -57,13 +58,29 @@ def make_data(folder: Path, *, broken: bool, num_captions: int = 12) -> Data:
         write_tar(folder / f"captions-{number}.tar", {name: members[name] for name in part})
     write_tar(folder / "talks-0.tar", talk_members(6))
     index_shards(sorted(str(path) for path in folder.glob("*.tar")))
+    return open_data(folder, captions="jpg", talks="wav")
+
+
+def make_captions(folder: Path, shard_sizes: Sequence[int]) -> Data:
+    """One source of captions, cut into shards of these sizes."""
+    folder.mkdir(exist_ok=True)
+    first = 0
+    for number, size in enumerate(shard_sizes):
+        write_tar(folder / f"captions-{number}.tar", caption_members(size, first=first))
+        first += size
+    index_shards(sorted(str(path) for path in folder.glob("*.tar")))
+    return open_data(folder, captions="jpg")
+
+
+def open_data(folder: Path, **suffixes: str) -> Data:
+    """Open sources by the suffix of their media; each sample has a text too."""
     sources = [
         SourceConfig(
             name=name,
             shards=str(folder / f"{name}-*.tar"),
             layout={"kind": "fields", "fields": [suffix, "txt"]},
         )
-        for name, suffix in (("captions", "jpg"), ("talks", "wav"))
+        for name, suffix in suffixes.items()
     ]
     return Data(tuple(open_source(item, SIZES, ByteTokenizer()) for item in sources), folder)
 
@@ -82,24 +99,26 @@ def make_loader(
     epochs: int | None = None,
     identity: Mapping[str, Any] | None = None,
     weights: Mapping[str, float] | None = None,
+    order_settings: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> OmniLoader:
     layout = topology or Topology(world_size=1)
-    order_config = OrderConfig(lanes=4, packs_per_step=4, seq_len=96, look_ahead=4, epochs=epochs)
+    defaults = {"lanes": 4, "packs_per_step": 4, "seq_len": 96, "look_ahead": 4, "epochs": epochs}
+    order_config = OrderConfig(**{**defaults, **(order_settings or {})})
     place = Place(layout, rank)
     order = Order(
         order_config,
         sources=data.sources,
-        weights=weights or WEIGHTS,
+        weights=weights or {source.name: WEIGHTS[source.name] for source in data.sources},
         seed=7,
-        lanes=[lane for lane in range(4) if lane % layout.num_groups == place.group],
+        lanes=lanes_of_group(place.group, order_config.lanes, layout),
     )
     planner = GroupPlanner(
         layout,
         cost_model=cost_model(),
         config=BalanceConfig(),
-        num_lanes=4,
-        packs_per_step=4,
+        num_lanes=order_config.lanes,
+        packs_per_step=order_config.packs_per_step,
         encoders=tuple(MODEL.encoders),
     )
     return OmniLoader(
