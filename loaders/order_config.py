@@ -24,7 +24,8 @@ class OrderConfig(BaseModel):
     shuffle_block: int = Field(
         1024,
         ge=1,
-        description="Consecutive samples of a lane that are shuffled together; bounds open shards.",
+        description="Consecutive samples of a lane that are shuffled together. A node reads from at most "
+        "(its lanes) x (sources) x (shuffle_block / samples of a shard + 2) shards at once.",
     )
     max_patches: int | None = Field(
         None, ge=1, description="Most vision patches in one pack; unset: no limit."
