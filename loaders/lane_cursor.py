@@ -240,7 +240,7 @@ class LaneCursor:
         """Stop where an endless source gives nothing, instead of searching it for ever."""
         order = self._order
         # Rounds give a lane ever other rows, so only many of them say that there is none to be drawn.
-        enough = max(2 * order.run_length(self._lane), min(64 * order.num_samples, MOST_PASSED))
+        enough = max(2 * order.run_length(self._lane), min(64 * order.num_rows, MOST_PASSED))
         if self.limit is not None or passed <= enough:
             return
         name = self._source.name

@@ -1,22 +1,24 @@
-"""Position in a lane -> sample of a source, and back: pure arithmetic, no replay.
+"""Position in a lane -> row of a source, and back: pure arithmetic, no replay.
 
-In each epoch the shards of a source are permuted by seed, concatenated, and rotated by a seeded offset;
-lane l of L owns the run ``[l*N//L, (l+1)*N//L)`` of the N samples. The rotation gives a lane other samples
-in each epoch even where the source is one single shard. A source with fewer samples than lanes takes ``K =
-ceil(L/N)`` epochs together as one *round* of K*N positions, and lanes split the round; else K is 1. Inside
-its run a lane permutes blocks of ``shuffle_block`` consecutive positions, and begins at a seeded block, so
-that lanes of equal shards do not all read the same part of a shard at the same time.
+A row of the index has its position whether a sample can be made of it or not: what filters and budgets leave
+out is passed by when its position comes, and moves no other. In each epoch the shards of a source are
+permuted by seed, concatenated, and rotated by a seeded offset; lane l of L owns the run ``[l*N//L,
+(l+1)*N//L)`` of the N rows. The rotation gives a lane other rows in each epoch even where the source is one
+single shard. A source with fewer rows than lanes takes ``K = ceil(L/N)`` epochs together as one *round* of
+K*N positions, and lanes split the round; else K is 1. Inside its run a lane permutes blocks of
+``shuffle_block`` consecutive positions, and begins at a seeded block, so that lanes of equal shards do not
+all read the same part of a shard at the same time.
 
 **Shards open at once.** A block covers consecutive positions of the concatenation, so reading a lane in order
-touches, within one block, at most ``B = ceil((shuffle_block - 1) / s) + 1`` shards of a source, s the samples
-of its smallest shard that is not empty. A node needs at most (its lanes) x (the sum of B over the sources)
+touches, within one block, at most ``B = ceil((shuffle_block - 1) / s) + 1`` shards of a source, s the rows of
+its smallest shard that is not empty. A node needs at most (its lanes) x (the sum of B over the sources)
 shards open, and one for each sample that waits in a look-ahead buffer since an earlier block.
 
 **Quality.** A batch takes as much from every lane, so from every part of the source. Against one permutation
-of all samples: where a run is one block, the mean over a batch varies no more, whatever it is the mean of;
-where it has many, what is alike within a block is drawn together: neighbours meet in a batch (run length /
-``shuffle_block``) times as often, and a mean may vary as if the batch had some samples per lane less, with
-at worst one independent sample per lane. Epochs are independent (``tests/loaders/test_shuffle.py``).
+of all rows: where a run is one block, the mean of anything over a batch varies no more. Where it has more
+blocks, what is alike within a block comes together: neighbours meet in a batch (run length /
+``shuffle_block``) times as often, and a mean may vary as if each lane gave one sample to a batch instead of
+some. Epochs do not depend on each other (``tests/loaders/test_shuffle.py``).
 """
 
 from __future__ import annotations
@@ -49,15 +51,15 @@ class LaneOrder:
     Deterministic in the arguments; keeps nothing but a small cache of shard permutations.
 
     Args:
-        shard_sizes: Usable samples of each shard; empty shards are allowed.
+        shard_sizes: Rows of each shard; empty shards are allowed.
         name: Name of the source; part of the seed.
         lanes: Number of lanes L of the run.
         seed: Seed of the run.
         shuffle_block: Positions permuted together.
-        epochs: Times each sample is seen over all lanes together; None is endless.
+        epochs: Times each row is seen over all lanes together; None is endless.
 
     Raises:
-        ConfigError: The source has no samples.
+        ConfigError: The source has no rows.
     """
 
     def __init__(
@@ -71,16 +73,16 @@ class LaneOrder:
         epochs: int | None = None,
     ) -> None:
         self._sizes = np.asarray(shard_sizes, dtype=np.int64).reshape(-1)
-        self.num_samples = int(self._sizes.sum())
-        if self.num_samples < 1:
+        self.num_rows = int(self._sizes.sum())
+        if self.num_rows < 1:
             raise ConfigError(
-                f"source {name!r} has no usable samples",
+                f"source {name!r} has no samples",
                 where=f"source {name!r}, {len(self._sizes)} shards",
-                fix="remove the source, or widen its `where` filter and shard pattern",
+                fix="remove the source, or widen its shard pattern",
             )
         self._ends = np.cumsum(self._sizes)
         self._name, self._lanes, self._seed, self._block = name, lanes, seed, shuffle_block
-        self.epochs_per_round = -(-lanes // self.num_samples)
+        self.epochs_per_round = -(-lanes // self.num_rows)
         self._full_rounds: int | None = None if epochs is None else epochs // self.epochs_per_round
         self._rest_epochs = 0 if epochs is None else epochs % self.epochs_per_round
         self._cache: OrderedDict[int, _Epoch] = OrderedDict()
@@ -101,7 +103,7 @@ class LaneOrder:
         return self._full_rounds * self.run_length(lane) + end - start
 
     def ordinal(self, lane: int, position: int) -> int:
-        """Return the sample at ``position`` of ``lane``, as its place in the unshuffled shards; O(1)."""
+        """Return the row at ``position`` of ``lane``, as its place in the unshuffled shards; O(1)."""
         first, ordinals = self.block(lane, position)
         return int(ordinals[position - first])
 
@@ -128,25 +130,25 @@ class LaneOrder:
     def positions_of(self, ordinal: int, *, epoch: int) -> tuple[int, int]:
         """Return the lane, and the position in it, of ``ordinal`` in ``epoch``: ``ordinal`` backwards.
 
-        Every sample has exactly one place in every epoch. Costs as much as one block, and a look at the
+        Every row has exactly one place in every epoch. Costs as much as one block, and a look at the
         list of shards.
 
         Raises:
-            ValueError: The source has no such sample or no such epoch.
+            ValueError: The source has no such row or no such epoch.
         """
         round_index, epoch_index = divmod(epoch, self.epochs_per_round)
         num_epochs = self._epochs_in_round(round_index)
-        if not 0 <= ordinal < self.num_samples:
-            raise ValueError(f"source {self._name!r} has no sample {ordinal}: it has {self.num_samples}")
+        if not 0 <= ordinal < self.num_rows:
+            raise ValueError(f"source {self._name!r} has no row {ordinal}: it has {self.num_rows}")
         if epoch < 0 or epoch_index >= num_epochs:
             raise ValueError(f"source {self._name!r} has no epoch {epoch}")
         found = self._epoch(epoch)
         shard = int(np.searchsorted(self._ends, ordinal, side="right"))
         slot = int(np.flatnonzero(found.shards == shard)[0])
         place = ordinal - int(self._ends[shard]) + int(found.ends[slot])
-        place = epoch_index * self.num_samples + (place - found.shift) % self.num_samples
+        place = epoch_index * self.num_rows + (place - found.shift) % self.num_rows
         # The last lane whose run starts at or before the place: empty runs start where the next one does.
-        lane = ((place + 1) * self._lanes - 1) // (num_epochs * self.num_samples)
+        lane = ((place + 1) * self._lanes - 1) // (num_epochs * self.num_rows)
         start, end = self._run(lane, num_epochs)
         length = end - start
         block_index, into = divmod(place - start, self._block)
@@ -177,17 +179,17 @@ class LaneOrder:
         return self._rest_epochs if round_index == self._full_rounds else 0
 
     def _run(self, lane: int, epochs: int) -> tuple[int, int]:
-        total = epochs * self.num_samples
+        total = epochs * self.num_rows
         return lane * total // self._lanes, (lane + 1) * total // self._lanes
 
     def _ordinals(self, round_index: int, first: int, last: int) -> IntArray:
         """Ordinals of positions [first, last) of a round, before the block shuffle."""
         pieces: list[IntArray] = []
         while first < last:
-            epoch_index, start = divmod(first, self.num_samples)
-            end = min(self.num_samples, start + last - first)
+            epoch_index, start = divmod(first, self.num_rows)
+            end = min(self.num_rows, start + last - first)
             epoch = self._epoch(round_index * self.epochs_per_round + epoch_index)
-            places = (np.arange(start, end, dtype=np.int64) + epoch.shift) % self.num_samples
+            places = (np.arange(start, end, dtype=np.int64) + epoch.shift) % self.num_rows
             slots = np.searchsorted(epoch.ends, places, side="right")
             pieces.append(places - epoch.ends[slots] + self._ends[epoch.shards[slots]])
             first += end - start
@@ -198,7 +200,7 @@ class LaneOrder:
         if found is None:
             shuffle = generator(self._seed, f"lanes/shards/{self._name}", epoch)
             shards = shuffle.permutation(len(self._sizes))
-            shift = int(shuffle.integers(self.num_samples))
+            shift = int(shuffle.integers(self.num_rows))
             found = _Epoch(shards, np.cumsum(self._sizes[shards]), shift)
             # Lanes run a little apart and a round may hold several epochs.
             if len(self._cache) >= 2 * self.epochs_per_round + 2:

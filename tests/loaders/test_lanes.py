@@ -93,7 +93,7 @@ def test_the_place_of_a_sample_is_the_inverse_of_the_sample_of_a_place(
 ) -> None:
     order = build(sizes, lanes=lanes, shuffle_block=block)
     for epoch in range(first_epoch, first_epoch + 2 * order.epochs_per_round):
-        places = [order.positions_of(ordinal, epoch=epoch) for ordinal in range(order.num_samples)]
+        places = [order.positions_of(ordinal, epoch=epoch) for ordinal in range(order.num_rows)]
         assert [order.ordinal(lane, position) for lane, position in places] == list(range(sum(sizes)))
         for lane, position in places:
             assert position // order.run_length(lane) == epoch // order.epochs_per_round
@@ -107,15 +107,15 @@ def test_the_places_of_all_samples_in_all_epochs_are_all_positions_of_all_lanes(
     order = build(sizes, lanes=lanes, epochs=epochs, shuffle_block=block)
     places = [
         order.positions_of(ordinal, epoch=epoch)
-        for ordinal in range(order.num_samples)
+        for ordinal in range(order.num_rows)
         for epoch in range(epochs)
     ]
     lengths = [order.num_positions(lane) or 0 for lane in range(lanes)]
     assert sorted(places) == [(lane, place) for lane in range(lanes) for place in range(lengths[lane])]
     with pytest.raises(ValueError, match=f"has no epoch {epochs}"):
         order.positions_of(0, epoch=epochs)
-    with pytest.raises(ValueError, match=f"has no sample {order.num_samples}: it has {order.num_samples}"):
-        order.positions_of(order.num_samples, epoch=0)
+    with pytest.raises(ValueError, match=f"has no row {order.num_rows}: it has {order.num_rows}"):
+        order.positions_of(order.num_rows, epoch=0)
 
 
 def test_lanes_of_one_single_shard_get_other_samples_in_other_epochs() -> None:
@@ -199,7 +199,7 @@ def test_a_source_without_samples_is_refused_in_full_words() -> None:
     with pytest.raises(ConfigError) as caught:
         build([0, 0])
     assert str(caught.value) == (
-        "source 'laion' has no usable samples\n"
+        "source 'laion' has no samples\n"
         "  where: source 'laion', 2 shards\n"
-        "  fix:   remove the source, or widen its `where` filter and shard pattern"
+        "  fix:   remove the source, or widen its shard pattern"
     )
