@@ -192,7 +192,8 @@ def test_a_far_position_costs_no_more_than_a_near_one() -> None:
 
     order._epoch = counted  # type: ignore[method-assign]
     order.ordinal(5, 10**12)
-    assert calls == 1
+    assert calls == 2, "for the turn of the lane and for the rows"
+    assert len(order._cache) == 1
 
 
 def test_a_source_without_samples_is_refused_in_full_words() -> None:
