@@ -196,6 +196,7 @@ def test_an_ended_run_ends_at_once_and_then_goes_on_with_what_it_dropped(data: P
     assert padded.seen() == TOTALS
     assert padded.left_at_the_end() == dict.fromkeys(TOTALS, 0)
     assert [event.step for event in padded.events] == [dropped.num_steps, padded.num_steps]
+    assert _train(data, tmp_path, 1, "--order.end", "pad") == padded
 
 
 def test_a_run_that_ends_by_its_steps_counts_what_is_left(data: Path, tmp_path: Path) -> None:

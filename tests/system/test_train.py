@@ -175,7 +175,7 @@ def test_groups_of_one_rank_and_an_end_of_the_data(tmp_path: Path) -> None:
     flags = ["--balance.group", "1", "--order.epochs", "1", "--evaluation.every_steps", "3"]
     done = omni("train", str(run_file), "--nproc", "2", *flags)
     assert done.returncode == 0, done.stderr
-    assert "the data has ended after" in done.stderr
+    assert "the data ended at step" in done.stderr
     metrics = read_metrics(tmp_path / "run" / "metrics.jsonl")
     num_samples = {
         name: int(metrics[f"loader/samples/{name}"][1].sum()) for name in ("captions", "talks", "clips")

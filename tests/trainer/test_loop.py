@@ -301,6 +301,23 @@ def _evaluate(rank: int, world_size: int) -> dict[str, tuple[Any, ...]]:
     return {name: astuple(total) for name, total in sums.items()}
 
 
+def _failing_evaluation(rank: int) -> str:
+    def act(step: int) -> None:
+        if rank == 1 and step == 1:
+            raise DataError("more bad samples than loader.max_bad_fraction")
+
+    topology = Topology(2, replicas_per_group=1)
+    model, _ = _parts(topology)
+    with pytest.raises(OmniError) as caught:
+        evaluate(model, ListLoader(topology, act=act), sources=SOURCES, eos=0, settings=SETTINGS)
+    return caught.value.what
+
+
+def test_an_evaluation_whose_data_fails_on_one_rank_is_an_error_on_all() -> None:
+    message = "step 1 cannot run: rank 1: more bad samples than loader.max_bad_fraction"
+    assert run_ranks(2, _failing_evaluation) == [message, message]
+
+
 def _all_packs(topology: Topology) -> list[Batch]:
     """The packs that two groups see, for one rank: lane 0 of steps 0 and 1, lane 1 of step 0."""
     planner = parity.make_planner(topology, num_packs=NUM_PACKS, balance=True)
