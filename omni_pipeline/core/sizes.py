@@ -1,15 +1,22 @@
-"""Raw sizes to patches, frames and tokens: pure functions, one per modality.
+"""Raw sizes to patches, frames and tokens: pure functions over arrays, one per modality.
 
 The numbers follow the Qwen2.5-Omni family: sides rounded to a multiple of patch x merge within a pixel
 budget, two frames per temporal patch, one embedding row per merge x merge patches; audio at 16 kHz in
 10 ms log-mel frames, two convolution strides and a pooling of two, so 25 rows per second. The decoders
 produce exactly what these functions promise, so plans can be made from headers alone.
+
+There is one formula for each size, over many at once; the functions of a single picture or recording are its
+case of one.
 """
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from omni_pipeline.core.errors import SampleError
@@ -18,6 +25,13 @@ from omni_pipeline.core.sample import Modality, RawSize
 MAX_ASPECT_RATIO = 200
 SAMPLE_RATE = 16_000
 HOP_SAMPLES = 160
+
+IntArray = npt.NDArray[np.int64]
+IntT = TypeVar("IntT", int, IntArray)
+RawArrays = Mapping[str, npt.NDArray[Any]]
+"""Raw sizes of many members: arrays of equal length by field name of ``RawSize``."""
+Problems = dict[int, SampleError]
+"""By place: why this one has no size."""
 
 
 class VisionSizes(BaseModel):
@@ -60,113 +74,197 @@ class ModelSizes(BaseModel):
     audio: AudioSizes = AudioSizes()
 
 
+def resized_sides(
+    height: IntArray, width: IntArray, *, factor: int, min_pixels: int, max_pixels: int
+) -> tuple[IntArray, IntArray, Problems]:
+    """Return (heights, widths) in pixels, multiples of ``factor``, areas within the budget, aspects kept.
+
+    The rule is that of the Qwen2-VL processor: round both sides; if the area is out of bounds, scale by
+    the square root of the ratio and round down (too large) or up (too small). Pictures without area or with
+    an aspect ratio beyond 200 have a problem instead; their sides are zero.
+    """
+    height, width = np.asarray(height, dtype=np.int64), np.asarray(width, dtype=np.int64)
+    low, high = np.minimum(height, width), np.maximum(height, width)
+    is_empty = low < 1
+    is_thin = ~is_empty & (high / np.maximum(low, 1) > MAX_ASPECT_RATIO)
+    is_good = ~(is_empty | is_thin)
+    tall, wide = (
+        np.where(is_good, height, 1).astype(np.float64),
+        np.where(is_good, width, 1).astype(np.float64),
+    )
+    new_height = np.maximum(factor, np.rint(tall / factor) * factor)
+    new_width = np.maximum(factor, np.rint(wide / factor) * factor)
+    area = new_height * new_width
+    shrink = np.sqrt(tall * wide / max_pixels)
+    grow = np.sqrt(min_pixels / (tall * wide))
+    is_large, is_small = area > max_pixels, area < min_pixels
+
+    def fitted(side: npt.NDArray[np.float64], rounded: npt.NDArray[np.float64]) -> IntArray:
+        smaller = np.maximum(factor, np.floor(side / shrink / factor) * factor)
+        larger = np.ceil(side * grow / factor) * factor
+        chosen = np.where(is_large, smaller, np.where(is_small, larger, rounded))
+        return np.where(is_good, chosen, 0).astype(np.int64)
+
+    problems = {
+        place: _no_area(int(height[place]), int(width[place]))
+        if is_empty[place]
+        else _too_thin(int(height[place]), int(width[place]))
+        for place in np.flatnonzero(~is_good).tolist()
+    }
+    return fitted(tall, new_height), fitted(wide, new_width), problems
+
+
 def smart_resize(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
-    """Return (height, width) in pixels, multiples of ``factor``, area within the budget, aspect kept.
-
-    The rule is that of the Qwen2-VL processor: round both sides; if the area is out of bounds, scale by
-    the square root of the ratio and round down (too large) or up (too small).
+    """Return (height, width) of one picture; see ``resized_sides``.
 
     Raises:
         SampleError: A side is not positive, or the aspect ratio is beyond 200.
     """
-    if height < 1 or width < 1:
-        raise SampleError(
-            f"picture of {width} x {height} pixels has no area",
-            fix="remove the file, or let the quarantine take it",
-        )
-    if max(height, width) / min(height, width) > MAX_ASPECT_RATIO:
-        raise SampleError(
-            f"aspect ratio of {width} x {height} pixels is above {MAX_ASPECT_RATIO}",
-            fix="crop the picture, or let the quarantine take it",
-        )
-    new_height = max(factor, round(height / factor) * factor)
-    new_width = max(factor, round(width / factor) * factor)
-    if new_height * new_width > max_pixels:
-        scale = math.sqrt(height * width / max_pixels)
-        new_height = max(factor, math.floor(height / scale / factor) * factor)
-        new_width = max(factor, math.floor(width / scale / factor) * factor)
-    elif new_height * new_width < min_pixels:
-        scale = math.sqrt(min_pixels / (height * width))
-        new_height = math.ceil(height * scale / factor) * factor
-        new_width = math.ceil(width * scale / factor) * factor
-    return new_height, new_width
+    heights, widths, problems = resized_sides(
+        np.array([height]), np.array([width]), factor=factor, min_pixels=min_pixels, max_pixels=max_pixels
+    )
+    for problem in problems.values():
+        raise problem
+    return int(heights[0]), int(widths[0])
 
 
-def num_sampled_frames(num_frames: int, duration_s: float, sizes: VisionSizes) -> int:
-    """Return how many frames are taken of a video: a multiple of ``temporal_patch``, at least one patch.
+def num_sampled_frames(
+    num_frames: IntArray, duration_s: npt.NDArray[np.float64], sizes: VisionSizes
+) -> IntArray:
+    """Return how many frames are taken of each video: a multiple of ``temporal_patch``, at least one patch.
 
     A clip shorter than that repeats its last frame, so the number never depends on the decode.
     """
-    wanted = math.floor(duration_s * sizes.video_fps)
-    wanted = min(wanted, num_frames, sizes.video_max_frames)
-    return max(sizes.temporal_patch, wanted - wanted % sizes.temporal_patch)
+    most = np.minimum(num_frames, sizes.video_max_frames).astype(np.float64)
+    # A header may say any duration: fmin passes by one that is no number.
+    with np.errstate(over="ignore"):
+        asked = np.floor(np.asarray(duration_s) * sizes.video_fps)
+    wanted = np.fmax(np.fmin(asked, most), 0).astype(np.int64)
+    whole: IntArray = np.maximum(sizes.temporal_patch, wanted - wanted % sizes.temporal_patch)
+    return whole
 
 
-def image_grid(raw: RawSize, sizes: VisionSizes) -> tuple[int, int, int]:
-    """Return the patch grid (1, rows, columns) of a still image."""
-    height, width = smart_resize(
-        raw.height, raw.width, factor=sizes.factor, min_pixels=sizes.min_pixels, max_pixels=sizes.max_pixels
+def image_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]:
+    """Return the patch grids int64 [n, 3], (1, rows, columns) each, of still images."""
+    height, width, problems = resized_sides(
+        raw["height"],
+        raw["width"],
+        factor=sizes.factor,
+        min_pixels=sizes.min_pixels,
+        max_pixels=sizes.max_pixels,
     )
-    return 1, height // sizes.patch, width // sizes.patch
+    return np.stack([np.ones_like(height), height // sizes.patch, width // sizes.patch], axis=1), problems
 
 
-def video_grid(raw: RawSize, sizes: VisionSizes) -> tuple[int, int, int]:
-    """Return the patch grid (temporal patches, rows, columns) of a video."""
-    height, width = smart_resize(
-        raw.height,
-        raw.width,
+def video_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]:
+    """Return the patch grids int64 [n, 3], (temporal patches, rows, columns) each, of videos."""
+    height, width, problems = resized_sides(
+        raw["height"],
+        raw["width"],
         factor=sizes.factor,
         min_pixels=sizes.min_pixels,
         max_pixels=sizes.video_max_pixels,
     )
-    frames = num_sampled_frames(raw.num_frames, raw.duration_s, sizes)
-    return frames // sizes.temporal_patch, height // sizes.patch, width // sizes.patch
+    frames = num_sampled_frames(raw["num_frames"], raw["duration_s"], sizes)
+    return np.stack(
+        [frames // sizes.temporal_patch, height // sizes.patch, width // sizes.patch], axis=1
+    ), problems
 
 
-def resampled_length(num_samples: int, sample_rate: int) -> int:
+def resampled_length(num_samples: IntT, sample_rate: IntT) -> IntT:
     """Return the audio samples at 16 kHz of ``num_samples`` at ``sample_rate`` Hz (rounded up)."""
     return -(-num_samples * SAMPLE_RATE // sample_rate)
 
 
-def audio_grid(raw: RawSize, sizes: AudioSizes) -> tuple[int, int, int]:
-    """Return (mel frames, 1, 1) of a recording.
+def audio_grids(raw: RawArrays, sizes: AudioSizes) -> tuple[IntArray, Problems]:
+    """Return the grids int64 [n, 3], (mel frames, 1, 1) each, of recordings.
 
-    Raises:
-        SampleError: No samples, or longer than ``max_duration_s``.
+    Those without samples, or longer than ``max_duration_s``, have a problem instead.
     """
-    if raw.num_samples < 1 or raw.sample_rate < 1:
-        raise SampleError("recording has no samples", fix="remove the file, or let the quarantine take it")
-    duration_s = raw.num_samples / raw.sample_rate
-    if duration_s > sizes.max_duration_s:
-        raise SampleError(
-            f"recording lasts {duration_s:.1f} s, limit {sizes.max_duration_s:.1f} s",
-            fix="raise model.sizes.audio.max_duration_s, or cut the recording",
-        )
-    frames = -(-resampled_length(raw.num_samples, raw.sample_rate) // HOP_SAMPLES)
-    return max(frames, 4), 1, 1
+    num_samples = np.asarray(raw["num_samples"], dtype=np.int64)
+    sample_rate = np.asarray(raw["sample_rate"], dtype=np.int64)
+    is_empty = (num_samples < 1) | (sample_rate < 1)
+    duration_s = num_samples / np.maximum(sample_rate, 1)
+    is_good = ~is_empty & (duration_s <= sizes.max_duration_s)
+    length = resampled_length(np.where(is_good, num_samples, 1), np.maximum(sample_rate, 1))
+    frames = np.maximum(-(-length // HOP_SAMPLES), 4)
+    problems = {
+        place: _no_samples() if is_empty[place] else _too_long(float(duration_s[place]), sizes)
+        for place in np.flatnonzero(~is_good).tolist()
+    }
+    ones = np.ones_like(frames)
+    return np.stack([frames, ones, ones], axis=1), problems
 
 
-def audio_rows(mel_frames: int) -> int:
+def audio_rows(mel_frames: IntT) -> IntT:
     """Return the embedding rows of ``mel_frames``: a stride-2 convolution, then pooling by two."""
     after_conv = (mel_frames - 1) // 2 + 1
     return (after_conv - 2) // 2 + 1
 
 
-def media_grid(modality: Modality, raw: RawSize, sizes: ModelSizes) -> tuple[int, int, int]:
-    """Return the encoder grid of a media segment; see the function of each modality."""
+def media_grids(modality: Modality, raw: RawArrays, sizes: ModelSizes) -> tuple[IntArray, Problems]:
+    """Return the encoder grids int64 [n, 3] of media segments, zero or one where there is a problem.
+
+    See the function of each modality.
+    """
     if modality is Modality.IMAGE:
-        return image_grid(raw, sizes.vision)
+        return image_grids(raw, sizes.vision)
     if modality is Modality.VIDEO:
-        return video_grid(raw, sizes.vision)
+        return video_grids(raw, sizes.vision)
     if modality is Modality.AUDIO:
-        return audio_grid(raw, sizes.audio)
+        return audio_grids(raw, sizes.audio)
     raise ValueError(f"{modality} has no encoder grid")
 
 
-def media_rows(modality: Modality, grid: tuple[int, int, int], sizes: ModelSizes) -> int:
-    """Return the embedding rows that the encoder makes of a media segment with this grid."""
+def media_grid(modality: Modality, raw: RawSize, sizes: ModelSizes) -> tuple[int, int, int]:
+    """Return the encoder grid of one media segment.
+
+    Raises:
+        SampleError: As ``media_grids`` says of each modality.
+    """
+    arrays = {name: np.array([value]) for name, value in asdict(raw).items()}
+    grids, problems = media_grids(modality, arrays, sizes)
+    for problem in problems.values():
+        raise problem
+    time, rows, columns = grids[0].tolist()
+    return time, rows, columns
+
+
+def grid_rows(modality: Modality, grids: IntArray, sizes: ModelSizes) -> IntArray:
+    """Return the embedding rows int64 [n] that the encoder makes of media segments with these grids."""
     if modality is Modality.AUDIO:
-        return audio_rows(grid[0])
-    return grid[0] * (grid[1] // sizes.vision.merge) * (grid[2] // sizes.vision.merge)
+        return audio_rows(grids[:, 0])
+    merge = sizes.vision.merge
+    return grids[:, 0] * (grids[:, 1] // merge) * (grids[:, 2] // merge)
+
+
+def media_rows(modality: Modality, grid: tuple[int, int, int], sizes: ModelSizes) -> int:
+    """Return the embedding rows of one media segment."""
+    return int(grid_rows(modality, np.array([grid], dtype=np.int64), sizes)[0])
+
+
+def _no_area(height: int, width: int) -> SampleError:
+    return SampleError(
+        f"picture of {width} x {height} pixels has no area",
+        fix="remove the file, or let the quarantine take it",
+    )
+
+
+def _too_thin(height: int, width: int) -> SampleError:
+    return SampleError(
+        f"aspect ratio of {width} x {height} pixels is above {MAX_ASPECT_RATIO}",
+        fix="crop the picture, or let the quarantine take it",
+    )
+
+
+def _no_samples() -> SampleError:
+    return SampleError("recording has no samples", fix="remove the file, or let the quarantine take it")
+
+
+def _too_long(duration_s: float, sizes: AudioSizes) -> SampleError:
+    return SampleError(
+        f"recording lasts {duration_s:.1f} s, limit {sizes.max_duration_s:.1f} s",
+        fix="raise model.sizes.audio.max_duration_s, or cut the recording",
+    )

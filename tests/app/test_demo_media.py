@@ -19,9 +19,9 @@ from omni_pipeline.app.demo.generate import DemoCounts, DemoMedia, generate_medi
 from omni_pipeline.app.demo.motion import encode_video, render_motion
 from omni_pipeline.app.demo.questions import QUIZZES, plan_quiz, swap
 from omni_pipeline.core.errors import ConfigError
-from omni_pipeline.core.sample import RawSize
+from omni_pipeline.core.sample import Modality, RawSize
 from omni_pipeline.core.seeding import generator
-from omni_pipeline.core.sizes import image_grid
+from omni_pipeline.core.sizes import media_grid
 from trainer.config import ModelConfig
 
 COUNTS = DemoCounts(
@@ -103,8 +103,8 @@ def outline(pixels: NDArray[np.uint8]) -> str:
 
 def shape_grid(height: int, width: int) -> tuple[int, int, int]:
     """The patch grid that the demo's model sees of a picture, (1, rows, columns)."""
-    sizes = ModelConfig.model_validate({"size": "demo"}).sizes.vision
-    return image_grid(RawSize(height=height, width=width), sizes)
+    sizes = ModelConfig.model_validate({"size": "demo"}).sizes
+    return media_grid(Modality.IMAGE, RawSize(height=height, width=width), sizes)
 
 
 def pitch_and_timbre(path: Path) -> tuple[str, str]:

@@ -12,7 +12,8 @@ import soundfile
 
 from loaders.decode.audio import audio_size, decode_audio, log_mel, mel_filters
 from omni_pipeline.core.errors import SampleError
-from omni_pipeline.core.sizes import AudioSizes, audio_grid
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.sizes import AudioSizes, ModelSizes, media_grid
 from tests.support.shards import audio_bytes, m4a_bytes, tone, video_bytes
 
 SIZES = AudioSizes()
@@ -69,7 +70,7 @@ def test_the_header_promises_what_the_decode_gives(kind: str, rate: int, seconds
     data = audio_bytes(seconds, rate=rate, kind=kind)
     raw = audio_size(io.BytesIO(data), suffix=kind.lower())
     assert raw.num_samples == len(soundfile.read(io.BytesIO(data))[0])
-    grid = audio_grid(raw, SIZES)
+    grid = media_grid(Modality.AUDIO, raw, ModelSizes(audio=SIZES))
     mel = decode_audio(data, grid[0], SIZES, suffix=kind.lower())
     assert mel.shape == (grid[0], 128)
     assert mel.dtype == np.float32
@@ -87,7 +88,7 @@ def test_an_mp3_without_its_info_frame_is_counted_right() -> None:
     for file in (bare, tagged):
         raw = audio_size(io.BytesIO(file), suffix="mp3")
         assert abs(raw.num_samples - 96_000) <= 2 * 1152
-        planned = audio_grid(raw, SIZES)[0]
+        planned = media_grid(Modality.AUDIO, raw, ModelSizes(audio=SIZES))[0]
         mel = decode_audio(file, planned, SIZES, suffix="mp3")
         assert mel.shape == (planned, 128)
         assert mel[planned - 20].max() > 0.5
@@ -98,7 +99,7 @@ def test_an_mp3_without_its_info_frame_is_counted_right() -> None:
 def test_m4a_is_read_by_pyav() -> None:
     data = m4a_bytes(1.0)
     raw = audio_size(io.BytesIO(data), suffix="m4a")
-    mel = decode_audio(data, audio_grid(raw, SIZES)[0], SIZES, suffix="m4a")
+    mel = decode_audio(data, media_grid(Modality.AUDIO, raw, ModelSizes(audio=SIZES))[0], SIZES, suffix="m4a")
     direct = log_mel(tone(1.0)[:, 0], 100, num_mels=128)
     assert mel[20:80].mean(axis=0).argmax() == direct[20:80].mean(axis=0).argmax()
 

@@ -15,8 +15,8 @@ from PIL import Image, ImageCms
 from loaders.decode.image import decode_image, image_size
 from loaders.decode.patches import unpatchify
 from omni_pipeline.core.errors import SampleError
-from omni_pipeline.core.sample import RawSize
-from omni_pipeline.core.sizes import VisionSizes, image_grid
+from omni_pipeline.core.sample import Modality, RawSize
+from omni_pipeline.core.sizes import ModelSizes, VisionSizes, media_grid
 from tests.support.shards import image_bytes, picture
 
 SIZES = VisionSizes()
@@ -25,7 +25,7 @@ LIMIT = 178_956_970
 
 def decoded(data: bytes, grid: tuple[int, int, int] | None = None) -> npt.NDArray[np.uint8]:
     """Return the decoded picture [H, W, 3]; checks that both frames of the temporal patch are the same."""
-    grid = grid or image_grid(image_size(io.BytesIO(data)), SIZES)
+    grid = grid or media_grid(Modality.IMAGE, image_size(io.BytesIO(data)), ModelSizes(vision=SIZES))
     frames = unpatchify(decode_image(data, grid, SIZES, max_pixels=LIMIT), grid, SIZES)
     np.testing.assert_array_equal(frames[0], frames[1])
     first: npt.NDArray[np.uint8] = frames[0]

@@ -13,7 +13,8 @@ import pytest
 from loaders.decode.segment import DecodeRequest, DecodeSettings, decode_segment
 from loaders.decode.text import ByteTokenizer
 from loaders.index import build_index
-from loaders.source import SourceConfig, open_source
+from loaders.source import open_source
+from loaders.source_config import SourceConfig
 from omni_pipeline.core.errors import SampleError, ShardError
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.sizes import ModelSizes

@@ -12,7 +12,8 @@ import pytest
 from loaders.decode.patches import unpatchify
 from loaders.decode.video import asked_times, decode_video, video_size
 from omni_pipeline.core.errors import SampleError
-from omni_pipeline.core.sizes import VisionSizes, video_grid
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.sizes import ModelSizes, VisionSizes, media_grid
 from tests.support.shards import grey_of, m4a_bytes, video_bytes
 
 SIZES = VisionSizes(min_pixels=28 * 28)
@@ -24,7 +25,7 @@ def frames_of(
     data: bytes, num_frames: int, *, sizes: VisionSizes = SIZES, backend: Backend = "pyav"
 ) -> npt.NDArray[np.uint8]:
     """Return the ``num_frames`` decoded frames, [T, H, W, 3]."""
-    grid = video_grid(video_size(io.BytesIO(data)), sizes)
+    grid = media_grid(Modality.VIDEO, video_size(io.BytesIO(data)), ModelSizes(vision=sizes))
     grid = (num_frames // sizes.temporal_patch, *grid[1:])
     return unpatchify(decode_video(data, grid, sizes, max_pixels=LIMIT, backend=backend), grid, sizes)
 
