@@ -1,164 +1,200 @@
-"""Index rows to sized flat columns: which member fills a field, and how large it is for the model.
+"""Index rows to sized samples: which member fills a field, and how large it is for the model.
 
-Everything is worked out per shard with whole arrays, each distinct raw size once. A row that cannot be used
-gets a reason instead of a size.
+All is worked out with whole arrays, a batch of rows at a time. A row that cannot be used gets a reason in
+place of a size, one that may not be used a status: ``Screen`` is the place for that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
-from loaders.index import ShardIndex
-from omni_pipeline.core.errors import SampleError
-from omni_pipeline.core.sample import Modality, RawSize
-from omni_pipeline.core.sizes import ModelSizes, media_grid, media_rows
+from loaders.fitting import UNUSABLE, USABLE, PackSizes
+from loaders.index_rows import ShardIndex, codes_of
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.sizes import IntArray, ModelSizes, grid_rows, media_grids
 
 MODALITIES = tuple(Modality)
-_RAW_NAMES = ("height", "width", "num_frames", "duration_s", "sample_rate", "num_samples")
+SEGMENT = np.dtype(
+    [
+        ("modality", "i1"),  # place in MODALITIES; -1 for no member
+        ("suffix", "i4"),  # place in SizedBatch.suffixes
+        ("offset", "i8"),
+        ("length", "i8"),
+        ("time", "i4"),
+        ("rows", "i4"),
+        ("columns", "i4"),
+        ("num_rows", "i8"),
+        ("num_tokens", "i8"),
+    ],
+    align=True,
+)
+"""One field of one sample; the names are those of ``core.sample.Segment``, its grid in three parts."""
+SegmentArray = npt.NDArray[np.void]
+StatusArray = npt.NDArray[np.int8]
+RAW_NAMES = ("height", "width", "num_frames", "duration_s", "sample_rate", "num_samples")
+_PLACES = {str(kind): place for place, kind in enumerate(MODALITIES)}
+_TEXT, _AUDIO = MODALITIES.index(Modality.TEXT), MODALITIES.index(Modality.AUDIO)
 
-Reasons = npt.NDArray[np.object_]
-"""object [rows]: why a row cannot be used; empty for those that can."""
+
+@dataclass(frozen=True, slots=True)
+class SizedBatch:
+    """Some consecutive rows of a shard, sized.
+
+    Args:
+        shard: Path or URL.
+        keys: Arrow string [rows].
+        suffixes: What ``segments["suffix"]`` counts in, as spelled in the shard.
+        segments: Of each field, ``SEGMENT`` [rows].
+        sizes: What each row takes of a pack, with its status.
+        problems: By row: why it is ``UNUSABLE``.
+    """
+
+    shard: str
+    keys: pa.StringArray
+    suffixes: tuple[str, ...]
+    segments: tuple[SegmentArray, ...]
+    sizes: PackSizes
+    problems: dict[int, str]
+
+
+Screen = Callable[[ShardIndex, Sequence[IntArray], SizedBatch], StatusArray]
+"""Which rows a run leaves out though they could be used.
+
+Called with the rows as indexed, the member that fills each field (int64 [rows], -1 for none), and the rows as
+sized; returns a status per row, which counts for the rows that are USABLE."""
 
 
 @dataclass(frozen=True)
-class SegmentColumns:
-    """One field of many samples: arrays of equal length, a place per sample.
+class Sizing:
+    """How rows become sized samples.
 
     Args:
-        modality: Place in ``MODALITIES``; -1 for none.
-        suffix: Place in the caller's list of suffixes.
-        offset: First byte of the payload in its shard.
-        length: Payload bytes.
-        grid: [samples, 3]; as in ``core.sample.Segment``.
-        num_rows: Embedding rows.
-        num_tokens: Sequence positions.
+        fields: Suffixes of each field in lower case, alternatives in order of preference.
+        sizes: Of the model.
+        tokenizer: Fingerprint of the one whose counts are used.
+        screen: Leaves rows out; None leaves none out.
     """
 
-    modality: npt.NDArray[np.int8]
-    suffix: npt.NDArray[np.int16]
-    offset: npt.NDArray[np.int64]
-    length: npt.NDArray[np.int64]
-    grid: npt.NDArray[np.int32]
-    num_rows: npt.NDArray[np.int32]
-    num_tokens: npt.NDArray[np.int64]
+    fields: tuple[tuple[str, ...], ...]
+    sizes: ModelSizes
+    tokenizer: str
+    screen: Screen | None = None
 
-    def take(self, places: npt.NDArray[np.int64]) -> SegmentColumns:
-        """Return the columns of these samples."""
-        return SegmentColumns(*(getattr(self, field.name)[places] for field in fields(self)))
+    def __call__(self, index: ShardIndex) -> SizedBatch:
+        """Return the rows of ``index``, sized; about 0.2 ms per thousand."""
+        rows = _Rows(index)
+        members = [rows.find_members(wanted) for wanted in self.fields]
+        segments = tuple(self._size(rows, found) for found in members)
+        sizes = _pack_sizes(segments, rows.is_good)
+        batch = SizedBatch(index.shard, index.keys, tuple(rows.suffixes), segments, sizes, rows.problems)
+        if self.screen is None:
+            return batch
+        status = np.where(rows.is_good, self.screen(index, members, batch), UNUSABLE).astype(np.int8)
+        return replace(batch, sizes=replace(sizes, status=status))
 
-
-def concatenate(parts: Sequence[SegmentColumns]) -> SegmentColumns:
-    """Return the samples of all ``parts``, in order."""
-    names = [field.name for field in fields(SegmentColumns)]
-    return SegmentColumns(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
-
-
-def find_members(index: ShardIndex, suffixes: Sequence[str], reasons: Reasons) -> npt.NDArray[np.int64]:
-    """Return int64 [rows]: the member of each row that has the first of ``suffixes`` it has; -1 for none.
-
-    Rows without one, or with a bad one, get their reason in ``reasons`` if they have none yet.
-    """
-    spelled = pc.utf8_lower(index.suffixes)
-    row_of = np.repeat(np.arange(index.num_samples), np.diff(index.starts))
-    found = np.full(index.num_samples, -1, dtype=np.int64)
-    for suffix in reversed(suffixes):
-        members = np.flatnonzero(_truth(pc.equal(spelled, suffix)))
-        found[row_of[members]] = members
-    reasons[(found < 0) & (reasons == "")] = f"no member {'|'.join(suffixes)!r}"
-    is_bad = np.append(_truth(pc.not_equal(index.errors, "")), False)
-    for row in np.flatnonzero(is_bad[found] & (reasons == "")):
-        member = int(found[row])
-        reasons[row] = f"member {index.suffixes[member].as_py()!r}: {index.errors[member].as_py()}"
-    return found
-
-
-def size_members(
-    index: ShardIndex,
-    members: npt.NDArray[np.int64],
-    reasons: Reasons,
-    *,
-    sizes: ModelSizes,
-    tokenizer_fingerprint: str,
-    suffix_codes: dict[str, int],
-) -> SegmentColumns:
-    """Return the columns of one field; ``members`` is the result of ``find_members``.
-
-    Rows that cannot be sized get their reason; ``suffix_codes`` grows by the suffixes met.
-    """
-    num_samples = len(members)
-    grid = np.zeros((num_samples, 3), dtype=np.int32)
-    num_rows = np.zeros(num_samples, dtype=np.int32)
-    num_tokens = np.zeros(num_samples, dtype=np.int64)
-    modality = _modality_codes(index)[members]
-    for code, kind in enumerate(MODALITIES):
-        rows = np.flatnonzero((modality == code) & (reasons == ""))
-        if kind is Modality.TEXT:
-            counts = index.tokens[tokenizer_fingerprint][members[rows]]
-            grid[rows] = 1
-            grid[rows, 0] = counts
-            num_tokens[rows] = counts
-        elif len(rows):
-            _size_media(kind, index, members[rows], rows, sizes, (grid, num_rows, reasons))
-            num_tokens[rows] = num_rows[rows] + 2
-    return SegmentColumns(
-        modality=modality,
-        suffix=_suffix_codes(index, suffix_codes)[members],
-        offset=np.append(index.numbers["offset"], 0)[members],
-        length=np.append(index.numbers["length"], 0)[members],
-        grid=grid,
-        num_rows=num_rows,
-        num_tokens=num_tokens,
-    )
+    def _size(self, rows: _Rows, members: IntArray) -> SegmentArray:
+        """Return the segments that ``members`` fill; those of rows that are not good mean nothing."""
+        index = rows.index
+        segments = np.zeros(len(members), dtype=SEGMENT)
+        held = np.maximum(members, 0)
+        modality = np.where(members >= 0, rows.modalities[held], -1)
+        segments["modality"] = modality
+        segments["suffix"] = rows.suffix_codes[held]
+        segments["offset"] = index.numbers["offset"][held]
+        segments["length"] = index.numbers["length"][held]
+        for code, kind in enumerate(MODALITIES):
+            picked = np.flatnonzero((modality == code) & rows.is_good)
+            if not len(picked):
+                continue
+            # All rows are of one modality in most batches, and a slice is many times faster.
+            places: slice | IntArray = slice(None) if len(picked) == len(members) else picked
+            wanted = held[places]
+            if kind is Modality.TEXT:
+                tokens = index.tokens[self.tokenizer][wanted].astype(np.int64)
+                _fill(segments, places, (tokens, 1, 1), 0, tokens)
+                continue
+            raw = {name: index.numbers[name][wanted] for name in RAW_NAMES}
+            grids, failed = media_grids(kind, raw, self.sizes)
+            num_rows = grid_rows(kind, grids, self.sizes)
+            _fill(segments, places, (grids[:, 0], grids[:, 1], grids[:, 2]), num_rows, num_rows + 2)
+            for place, error in failed.items():
+                rows.leave(picked[place], error.what)
+        return segments
 
 
-def _size_media(
-    kind: Modality,
-    index: ShardIndex,
-    members: npt.NDArray[np.int64],
-    rows: npt.NDArray[np.int64],
-    sizes: ModelSizes,
-    out: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], Reasons],
+class _Rows:
+    """The rows of a batch while they are sized: the columns of their members, and which are good so far."""
+
+    def __init__(self, index: ShardIndex) -> None:
+        self.index = index
+        self.is_good = np.ones(index.num_samples, dtype=np.bool_)
+        self.problems: dict[int, str] = {}
+        self.row_of = index.rows
+        self.suffix_codes, self.suffixes = codes_of(index.suffixes)
+        self.error_codes, self.errors = codes_of(index.errors)
+        codes, words = codes_of(index.modalities)
+        self.modalities = np.array([_PLACES.get(word, -1) for word in words], dtype=np.int8)[codes]
+
+    def leave(self, row: int, problem: str) -> None:
+        """Take a row out of the good ones."""
+        self.problems[int(row)] = problem
+        self.is_good[row] = False
+
+    def find_members(self, wanted: Sequence[str]) -> IntArray:
+        """Return int64 [rows]: the member of each row that has the first of ``wanted`` it has; -1 for none.
+
+        Rows without one, or with a bad one, leave the good ones.
+        """
+        found = np.full(self.index.num_samples, -1, dtype=np.int64)
+        for suffix in reversed(wanted):
+            is_it = np.array([spelled.lower() == suffix for spelled in self.suffixes], dtype=np.bool_)
+            members = np.flatnonzero(is_it[self.suffix_codes])
+            found[self.row_of[members]] = members
+        missing = np.flatnonzero((found < 0) & self.is_good)
+        self.problems.update(dict.fromkeys(missing.tolist(), f"no member {'|'.join(wanted)!r}"))
+        self.is_good[missing] = False
+        is_bad = np.array([error != "" for error in self.errors], dtype=np.bool_)
+        is_unfit = np.append(is_bad[self.error_codes] | (self.modalities < 0), False)
+        for row in np.flatnonzero(is_unfit[found] & self.is_good).tolist():
+            member = int(found[row])
+            error = self.errors[self.error_codes[member]] or "indexed as no kind of media; index it again"
+            self.leave(row, f"member {self.suffixes[self.suffix_codes[member]]!r}: {error}")
+        return found
+
+
+def _fill(
+    segments: SegmentArray,
+    places: slice | IntArray,
+    grid: tuple[IntArray, IntArray | int, IntArray | int],
+    num_rows: IntArray | int,
+    num_tokens: IntArray,
 ) -> None:
-    """Fill grid, embedding rows, or reason, of the samples at ``rows``."""
-    grid, num_rows, reasons = out
-    raw = np.stack([index.numbers[name][members].astype(np.float64) for name in _RAW_NAMES], axis=1)
-    distinct, inverse = np.unique(raw, axis=0, return_inverse=True)
-    grids = np.zeros((len(distinct), 3), dtype=np.int32)
-    counts = np.zeros(len(distinct), dtype=np.int32)
-    problems = np.full(len(distinct), "", dtype=object)
-    for place, values in enumerate(distinct.tolist()):
-        height, width, frames, duration_s, rate, samples = values
-        size = RawSize(int(height), int(width), int(frames), duration_s, int(rate), int(samples))
-        try:
-            patches = media_grid(kind, size, sizes)
-            grids[place], counts[place] = patches, media_rows(kind, patches, sizes)
-        except SampleError as error:
-            problems[place] = error.what
-    inverse = inverse.reshape(-1)
-    grid[rows], num_rows[rows], reasons[rows] = grids[inverse], counts[inverse], problems[inverse]
+    for name, values in zip(("time", "rows", "columns"), grid, strict=True):
+        segments[name][places] = values
+    segments["num_rows"][places] = num_rows
+    segments["num_tokens"][places] = num_tokens
 
 
-def _modality_codes(index: ShardIndex) -> npt.NDArray[np.int8]:
-    """Return int8 [members + 1]; the last, for "no member", is -1."""
-    places = pc.index_in(index.modalities, pa.array([str(kind) for kind in MODALITIES]))
-    return np.append(np.asarray(pc.fill_null(places, -1)), -1).astype(np.int8)
-
-
-def _suffix_codes(index: ShardIndex, codes: dict[str, int]) -> npt.NDArray[np.int16]:
-    """Return int16 [members + 1], in the caller's codes; the last, for "no member", is 0."""
-    encoded = index.suffixes.dictionary_encode()
-    local = [codes.setdefault(suffix, len(codes)) for suffix in encoded.dictionary.to_pylist()]
-    table = np.array([*local, 0], dtype=np.int16)
-    picked: npt.NDArray[np.int16] = table[np.append(np.asarray(encoded.indices), len(local))]
-    return picked
-
-
-def _truth(values: Any) -> npt.NDArray[np.bool_]:
-    return np.asarray(values.to_numpy(zero_copy_only=False), dtype=np.bool_)
+def _pack_sizes(segments: Sequence[SegmentArray], is_good: npt.NDArray[np.bool_]) -> PackSizes:
+    """Return what each row takes of a pack: its segments and one end-of-sample token."""
+    tokens = np.ones(len(is_good), dtype=np.int64)
+    patches, mel_frames = np.zeros_like(tokens), np.zeros_like(tokens)
+    for segment in segments:
+        modality = segment["modality"]
+        tokens += segment["num_tokens"]
+        is_text = modality == _TEXT
+        if is_text.all():
+            continue
+        units = segment["time"].astype(np.int64) * segment["rows"] * segment["columns"]
+        is_audio = modality == _AUDIO
+        mel_frames += units * is_audio
+        patches += units * ~(is_audio | is_text)
+    last = segments[-1]
+    cut = np.maximum(last["num_tokens"] - 1, 0) * (last["modality"] == _TEXT)
+    status = np.where(is_good, USABLE, UNUSABLE).astype(np.int8)
+    return PackSizes(tokens, tokens - cut, patches, mel_frames, status)

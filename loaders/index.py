@@ -1,6 +1,6 @@
-"""The sidecar index of a shard: where each member lies and how large it is, before anything is decoded.
+"""Making the sidecar index of a shard: where each member lies and how large it is, before decoding anything.
 
-One Arrow file per shard, ``<shard>.index.arrow``, one row per sample. Media are measured from their headers;
+One row per sample, in a file beside the shard. Media are measured from their headers;
 text is read, since it is counted in tokens, per tokenizer fingerprint. An index knows the size and version of
 the shard it describes, so a changed shard is noticed. There is no global database: shards are indexed in
 parallel, each by itself, and those that have not changed are passed by.
@@ -8,12 +8,11 @@ parallel, each by itself, and those that have not changed are passed by.
 
 from __future__ import annotations
 
-import io
 import logging
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,24 @@ from loaders.decode.audio import audio_size
 from loaders.decode.image import image_size
 from loaders.decode.text import Tokenizer, decode_text, load_tokenizer
 from loaders.decode.video import video_size
+from loaders.index_file import IndexFile, open_index, write_index
+from loaders.index_rows import (
+    LARGEST_INT32,
+    MEMBER_TYPES,
+    OTHER,
+    RAW_TYPES,
+    TOKENS,
+    WORD,
+    ShardIndex,
+    rows_of,
+)
 from loaders.sources.tar import TarMember, scan_tar, split_name
-from loaders.storage import open_range, read_file, read_range, stat_shard, write_file
+from loaders.storage import ShardStat, open_range, read_range, stat_shard
 from omni_pipeline.core.errors import ConfigError, OmniError, SampleError, ShardError
 from omni_pipeline.core.sample import Modality, RawSize
 
 logger = logging.getLogger(__name__)
 
-INDEX_SUFFIX = ".index.arrow"
-INDEX_VERSION = 1
-OTHER = "other"
 REPEATED = "another member of the shard has the same key and suffix"
 
 MODALITY_OF_SUFFIX: dict[str, Modality] = {
@@ -43,53 +50,6 @@ MODALITY_OF_SUFFIX: dict[str, Modality] = {
     **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), Modality.AUDIO),
     "txt": Modality.TEXT,
 }
-
-_RAW_TYPES = {
-    field.name: pa.float64() if field.name == "duration_s" else pa.int64() for field in fields(RawSize)
-}
-_MEMBER_TYPE = pa.struct(
-    [
-        ("suffix", pa.string()),
-        ("modality", pa.string()),
-        ("offset", pa.int64()),
-        ("length", pa.int64()),
-        *_RAW_TYPES.items(),
-        ("error", pa.string()),
-    ]
-)
-_TOKENS = "tokens:"
-
-
-@dataclass(frozen=True)
-class ShardIndex:
-    """The index of one shard as flat columns.
-
-    Args:
-        shard: Path or URL of the shard.
-        keys: Arrow string [rows]; one row per sample, by first appearance in the shard.
-        starts: int64 [rows + 1]; members of row r are ``starts[r]`` to ``starts[r + 1]``.
-        suffixes: Arrow string [members], as spelled in the shard.
-        modalities: Arrow string [members]; a ``Modality`` or "other".
-        errors: Arrow string [members]; empty for a good member.
-        numbers: By name (offset, length, and the fields of ``RawSize``): [members].
-        tokens: By tokenizer fingerprint: int64 [members], -1 where there is no text.
-        damage: Empty, or what ends the shard early.
-    """
-
-    shard: str
-    keys: pa.StringArray
-    starts: npt.NDArray[np.int64]
-    suffixes: pa.StringArray
-    modalities: pa.StringArray
-    errors: pa.StringArray
-    numbers: dict[str, npt.NDArray[Any]]
-    tokens: dict[str, npt.NDArray[np.int64]]
-    damage: str
-
-    @property
-    def num_samples(self) -> int:
-        """Rows."""
-        return len(self.keys)
 
 
 @dataclass(frozen=True)
@@ -113,11 +73,6 @@ class IndexReport:
     damage: str = ""
     error: str = ""
     is_unchanged: bool = False
-
-
-def index_path(shard: str) -> str:
-    """Return where the index of ``shard`` lies: beside it."""
-    return shard + INDEX_SUFFIX
 
 
 def index_shards(
@@ -159,28 +114,15 @@ def build_index(shard: str, *, tokenizer: Tokenizer, force: bool = False) -> Ind
     Raises:
         ShardError: The shard cannot be read, or the index cannot be written.
     """
-    table = None if force else _current_table(shard)
-    fingerprint = tokenizer.fingerprint
-    is_unchanged = table is not None and _TOKENS + fingerprint in table.column_names
-    if table is None:
-        table = _measure_shard(shard, tokenizer)
-    elif not is_unchanged:
-        table = _add_tokens(table, shard, tokenizer)
-    if not is_unchanged:
-        _write_table(table, shard)
-    return _report(_to_index(table, shard), is_unchanged=is_unchanged)
-
-
-def read_index(shard: str) -> ShardIndex:
-    """Return the index of ``shard``.
-
-    Raises:
-        ShardError: There is none, it is damaged or of another version, or the shard has changed since.
-    """
-    table, reason = _load_table(shard)
-    if table is None:
-        raise ShardError(reason, where=shard, fix=f"run `omni data index {shard}`")
-    return _to_index(table, shard)
+    file = None if force else _current_index(shard)
+    if file is None:
+        index = _measure_shard(shard, tokenizer)
+    elif tokenizer.fingerprint not in file.summary.token_digests:
+        index = _add_tokens(file, tokenizer)
+    else:
+        index = rows_of(file.all_rows(), shard, damage=file.summary.damage)
+        return _report(index, is_unchanged=True)
+    return _report(index, is_unchanged=False)
 
 
 def modality_of(suffix: str) -> Modality | None:
@@ -207,30 +149,35 @@ def _index_one(job: tuple[str, Path | None, bool]) -> IndexReport:
         return IndexReport(shard, error=str(error))
 
 
-def _measure_shard(shard: str, tokenizer: Tokenizer) -> pa.Table:
+def _measure_shard(shard: str, tokenizer: Tokenizer) -> ShardIndex:
     stat = stat_shard(shard)
     scan = scan_tar(shard)
-    samples: dict[str, list[dict[str, Any]]] = {}
-    counts: dict[str, list[int]] = {}
+    samples: dict[str, list[tuple[dict[str, Any], int]]] = {}
     for member in scan.members:
         key, suffix = split_name(member.name)
-        entry, num_tokens = _measure(shard, member, suffix, tokenizer)
-        samples.setdefault(key, []).append(entry)
-        counts.setdefault(key, []).append(num_tokens)
-    for entries in samples.values():
-        _mark_repeated(entries)
-    metadata = {
-        "version": str(INDEX_VERSION),
-        "shard_size": str(stat.size),
-        "shard_version": stat.version,
-        "damage": scan.damage,
-    }
-    columns = {
-        "key": pa.array(list(samples), pa.string()),
-        "members": pa.array(list(samples.values()), pa.list_(_MEMBER_TYPE)),
-        _TOKENS + tokenizer.fingerprint: pa.array(list(counts.values()), pa.list_(pa.int64())),
-    }
-    return pa.table(columns).replace_schema_metadata(metadata)
+        samples.setdefault(key, []).append(_measure(shard, member, suffix, tokenizer))
+    for measured in samples.values():
+        _mark_repeated([entry for entry, _ in measured])
+    members = [entry for measured in samples.values() for entry, _ in measured]
+    counts = [num_tokens for measured in samples.values() for _, num_tokens in measured]
+    starts = np.cumsum([0, *map(len, samples.values())])
+    columns = [
+        pa.array([entry[name] for entry in members], pa.string() if kind == WORD else kind)
+        for name, kind in MEMBER_TYPES.items()
+    ]
+    columns = [column.dictionary_encode() if column.type == pa.string() else column for column in columns]
+    rows = pa.RecordBatch.from_pydict(
+        {
+            "key": pa.array(list(samples), pa.string()),
+            "members": _lists(starts, pa.StructArray.from_arrays(columns, names=list(MEMBER_TYPES))),
+            TOKENS + tokenizer.fingerprint: _lists(starts, pa.array(counts, pa.int32())),
+        }
+    )
+    return write_index(shard, rows, stat=stat, damage=scan.damage)
+
+
+def _lists(starts: npt.NDArray[np.int64], values: pa.Array) -> pa.ListArray:
+    return pa.ListArray.from_arrays(pa.array(starts, pa.int32()), values)
 
 
 def _mark_repeated(entries: list[dict[str, Any]]) -> None:
@@ -250,7 +197,7 @@ def _measure(shard: str, member: TarMember, suffix: str, tokenizer: Tokenizer) -
             if modality is Modality.TEXT:
                 raw, num_tokens = _measure_text(shard, member.offset, member.length, tokenizer)
             else:
-                raw = _measure_media(shard, member, suffix, modality)
+                raw = _in_range(_measure_media(shard, member, suffix, modality))
         except SampleError as problem:
             error = problem.what
         except ShardError:
@@ -279,92 +226,55 @@ def _measure_media(shard: str, member: TarMember, suffix: str, modality: Modalit
         return audio_size(file, suffix=suffix.rpartition(".")[2])
 
 
+def _in_range(raw: RawSize) -> RawSize:
+    """Return ``raw`` if the index can hold it: a header may say anything."""
+    for name, kind in RAW_TYPES.items():
+        value = getattr(raw, name)
+        if kind == pa.int32() and not 0 <= value <= LARGEST_INT32:
+            raise SampleError(f"header says {name} {value}, limit {LARGEST_INT32}", fix="remove the file")
+    return raw
+
+
 def _measure_text(shard: str, offset: int, length: int, tokenizer: Tokenizer) -> tuple[RawSize, int]:
     text = decode_text(read_range(shard, offset, length))
-    return RawSize(num_chars=len(text), num_bytes=length), len(tokenizer.encode(text))
+    num_tokens = len(tokenizer.encode(text))
+    if num_tokens > LARGEST_INT32:
+        raise SampleError(f"text has {num_tokens} tokens, limit {LARGEST_INT32}", fix="cut the text")
+    return RawSize(num_chars=len(text), num_bytes=length), num_tokens
 
 
-def _add_tokens(table: pa.Table, shard: str, tokenizer: Tokenizer) -> pa.Table:
-    index = _to_index(table, shard)
-    counts = np.full(int(index.starts[-1]), -1, dtype=np.int64)
+def _add_tokens(file: IndexFile, tokenizer: Tokenizer) -> ShardIndex:
+    shard, rows, summary = file.shard, file.all_rows(), file.summary
+    index = rows_of(rows, shard, damage=summary.damage)
+    counts = np.full(int(index.starts[-1]), -1, dtype=np.int32)
     is_text = np.array(index.modalities.to_pylist(), dtype=object) == str(Modality.TEXT)
     is_good = np.array(index.errors.to_pylist(), dtype=object) == ""
     for place in np.flatnonzero(is_text & is_good):
         offset, length = int(index.numbers["offset"][place]), int(index.numbers["length"][place])
         counts[place] = _measure_text(shard, offset, length, tokenizer)[1]
-    column = pa.ListArray.from_arrays(pa.array(index.starts, pa.int32()), pa.array(counts))
-    return table.append_column(_TOKENS + tokenizer.fingerprint, column)
-
-
-def _write_table(table: pa.Table, shard: str) -> None:
-    sink = io.BytesIO()
-    options = pa.ipc.IpcWriteOptions(compression="zstd")
-    with pa.ipc.new_file(sink, table.schema, options=options) as writer:
-        writer.write_table(table.combine_chunks())
-    write_file(index_path(shard), sink.getvalue())
-
-
-def _current_table(shard: str) -> pa.Table | None:
-    table, reason = _load_table(shard)
-    if table is None:
-        logger.debug("indexing %s: %s", shard, reason)
-    return table
-
-
-def _load_table(shard: str) -> tuple[pa.Table | None, str]:
-    """Return (table, "") of an index that fits its shard, else (None, why not)."""
-    stat = stat_shard(shard)
-    data = read_file(index_path(shard))
-    if data is None:
-        return None, "shard has no index"
-    try:
-        table = pa.ipc.open_file(pa.BufferReader(data)).read_all().combine_chunks()
-        metadata = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
-    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
-        return None, f"index is damaged: {error}"
-    if metadata.get("version") != str(INDEX_VERSION):
-        return None, f"index has version {metadata.get('version')}, this program reads {INDEX_VERSION}"
-    if metadata.get("shard_size") != str(stat.size):
-        return (
-            None,
-            f"index is stale: it is of a shard of {metadata.get('shard_size')} bytes, not {stat.size}",
-        )
-    if metadata.get("shard_version") != stat.version:
-        return None, "index is stale: the shard was written after it"
-    return table, ""
-
-
-def _to_index(table: pa.Table, shard: str) -> ShardIndex:
-    members = _one_array(table, "members", pa.list_(_MEMBER_TYPE))
-    starts = np.asarray(members.offsets, dtype=np.int64) if len(members) else np.zeros(1, dtype=np.int64)
-    values = members.flatten()
-    numbers = {name: np.asarray(values.field(name)) for name in ("offset", "length", *_RAW_TYPES)}
-    tokens = {
-        name.removeprefix(_TOKENS): np.asarray(_one_array(table, name, pa.list_(pa.int64())).flatten())
-        for name in table.column_names
-        if name.startswith(_TOKENS)
-    }
-    return ShardIndex(
-        shard=shard,
-        keys=_one_array(table, "key", pa.string()),
-        starts=starts - starts[0],
-        suffixes=values.field("suffix"),
-        modalities=values.field("modality"),
-        errors=values.field("error"),
-        numbers=numbers,
-        tokens=tokens,
-        damage=(table.schema.metadata or {}).get(b"damage", b"").decode(),
+    rows = pa.RecordBatch.from_arrays(
+        [*rows.columns, _lists(index.starts, pa.array(counts))],
+        names=[*rows.schema.names, TOKENS + tokenizer.fingerprint],
     )
+    stat = ShardStat(summary.shard_bytes, summary.shard_version)
+    return write_index(shard, rows, stat=stat, damage=summary.damage)
 
 
-def _one_array(table: pa.Table, name: str, kind: Any) -> Any:
-    chunks = table.column(name).chunks
-    return pa.concat_arrays(chunks) if chunks else pa.array([], kind)
+def _current_index(shard: str) -> IndexFile | None:
+    """The index that fits the shard; None where it must be made, damaged content included."""
+    stat_shard(shard)
+    try:
+        file = open_index(shard)
+        file.all_rows()
+    except ShardError as error:
+        logger.debug("indexing %s: %s", shard, error.what)
+        return None
+    return file
 
 
 def _report(index: ShardIndex, *, is_unchanged: bool) -> IndexReport:
     errors = np.array(index.errors.to_pylist(), dtype=object)
-    rows = np.repeat(np.arange(index.num_samples), np.diff(index.starts))
+    rows = index.rows
     bad = [
         (member_name(index.keys[int(rows[place])].as_py(), index.suffixes[int(place)].as_py()), errors[place])
         for place in np.flatnonzero(errors != "")

@@ -36,7 +36,9 @@ from types import FrameType
 from typing import Any, BinaryIO
 
 from loaders.decode.text import load_tokenizer
-from loaders.index import INDEX_SUFFIX, OTHER, IndexReport, index_path, index_shards, modality_of
+from loaders.index import IndexReport, index_shards, modality_of
+from loaders.index_file import INDEX_SUFFIX, index_path
+from loaders.index_rows import OTHER
 from omni_pipeline.core.errors import ConfigError, DataError
 
 MAX_KEY_CHARS = 200

@@ -11,7 +11,7 @@ from balancer.planner import BalanceConfig
 from loaders.loader_config import LoaderConfig
 from loaders.mixture import group_problems
 from loaders.order import OrderConfig
-from loaders.source import SourceConfig
+from loaders.source_config import SourceConfig
 from loaders.weight import Weight
 from trainer.checkpoint_config import CheckpointConfig
 from trainer.config import ModelConfig

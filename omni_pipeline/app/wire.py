@@ -20,7 +20,8 @@ from loaders.assemble import ModelInputs
 from loaders.decode.text import Tokenizer, load_tokenizer
 from loaders.mixture import Mixture, Moment
 from loaders.order import Order, OrderConfig
-from loaders.source import Source, SourceConfig, open_source
+from loaders.source import Source, open_source
+from loaders.source_config import SourceConfig
 from loaders.step import Place
 from loaders.weight import Weight
 from omni_pipeline.app.run_config import ENCODERS, RunConfig

@@ -81,18 +81,31 @@ def prepare(
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to count tokens with.")
 @click.option("--workers", type=click.IntRange(0), default=2, show_default=True, help="Processes.")
 @click.option("--force", is_flag=True, help="Index unchanged shards too.")
+@click.option(
+    "--manifest", help="Sum up the SHARDS in this file, NAME.manifest.arrow, to be named in sources.shards."
+)
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
-def index(shards: tuple[str, ...], tokenizer: Path | None, workers: int, force: bool, as_json: bool) -> None:
+def index(
+    shards: tuple[str, ...],
+    tokenizer: Path | None,
+    workers: int,
+    force: bool,
+    manifest: str | None,
+    as_json: bool,
+) -> None:
     """Index existing tar SHARDS (paths, patterns, URLs) from headers only; unchanged ones are passed by.
 
-    Exits 1 if a shard could not be indexed.
+    SHARDS may be manifests, for the shards they name. Exits 1, without a manifest, if a shard could not be
+    indexed.
 
-    Example: omni data index 'shards/photos-{000000..000003}.tar'
+    Example: omni data index 'shards/photos-{000000..000003}.tar' --manifest shards/photos.manifest.arrow
     """
     from loaders.index import index_shards
-    from loaders.storage import expand_shards
+    from loaders.manifest import check_manifest_path, list_shards, write_manifest
 
-    found = expand_shards(shards)
+    if manifest is not None:
+        check_manifest_path(manifest)
+    found = list_shards(shards)
     with progress_bar("indexing") as advance:
         done = 0
 
@@ -107,6 +120,8 @@ def index(shards: tuple[str, ...], tokenizer: Path | None, workers: int, force: 
     bad = _bad_members(reports)
     broken = [f"{report.shard}: {report.error}" for report in reports if report.error]
     cut = [f"{report.shard}: {report.damage}" for report in reports if report.damage]
+    if manifest is not None and not broken:
+        write_manifest(manifest, found)
     summary = {
         "shards": len(reports),
         "unchanged": sum(report.is_unchanged for report in reports),

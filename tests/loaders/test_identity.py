@@ -12,7 +12,8 @@ import pytest
 from loaders.decode.text import ByteTokenizer
 from loaders.index import index_shards
 from loaders.loader import merge_states
-from loaders.source import Source, SourceConfig, open_source
+from loaders.source import Source, open_source
+from loaders.source_config import SourceConfig
 from omni_pipeline.core.errors import StateMismatchError
 from tests.support.loading import (
     SIZES,

@@ -14,15 +14,9 @@ from hypothesis import strategies as st
 
 from loaders import storage
 from loaders.decode.text import ByteTokenizer
-from loaders.index import (
-    REPEATED,
-    ShardIndex,
-    build_index,
-    index_path,
-    index_shards,
-    member_name,
-    read_index,
-)
+from loaders.index import REPEATED, build_index, index_shards, member_name
+from loaders.index_file import index_path, read_index
+from loaders.index_rows import ShardIndex
 from omni_pipeline.core.errors import ShardError
 from tests.support.shards import (
     audio_bytes,
@@ -239,7 +233,7 @@ def test_a_second_tokenizer_adds_its_counts_and_keeps_the_first(
         ("touch", "index is stale: the shard was written after it"),
         ("remove", "shard has no index"),
         ("cut", "index is damaged"),
-        ("version", "index has version 0, this program reads 1"),
+        ("version", "index has version 1, this program reads 2"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused_and_mended(tmp_path: Path, change: str, message: str) -> None:
@@ -255,9 +249,10 @@ def test_an_index_that_does_not_fit_is_refused_and_mended(tmp_path: Path, change
     elif change == "cut":
         sidecar.write_bytes(sidecar.read_bytes()[:100])
     else:
-        table = pa.ipc.open_file(sidecar.read_bytes()).read_all()
-        with pa.ipc.new_file(str(sidecar), table.schema.with_metadata({"version": "0"})) as writer:
-            writer.write_table(table.replace_schema_metadata({"version": "0"}))
+        # A file as version 1 had it.
+        table = pa.table({"key": ["000000"]}).replace_schema_metadata({"version": "1", "shard_size": "10240"})
+        with pa.ipc.new_file(str(sidecar), table.schema) as writer:
+            writer.write_table(table)
     with pytest.raises(ShardError, match=message) as caught:
         read_index(str(path))
     assert caught.value.fix == f"run `omni data index {path}`"

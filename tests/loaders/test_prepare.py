@@ -17,7 +17,8 @@ import pytest
 from webdataset.tariterators import group_by_keys, tar_file_iterator
 
 from loaders import prepare as prepare_module
-from loaders.index import index_shards, read_index
+from loaders.index import index_shards
+from loaders.index_file import read_index
 from loaders.prepare import prepare
 from omni_pipeline.core.errors import ConfigError, DataError
 from tests.support.shards import caption_members, image_bytes, video_bytes

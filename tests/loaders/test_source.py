@@ -1,4 +1,4 @@
-"""loaders.source: indexes to sized samples; what cannot be trained on is left out with its reason."""
+"""loaders.source: indexes to sized samples; what cannot be trained on has its reason in place of a size."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from loaders.decode.text import ByteTokenizer
-from loaders.fitting import cut_text, sizes_of
-from loaders.index import REPEATED, build_index, index_path, index_shards
-from loaders.source import Source, SourceConfig, count_labels, open_source
+from loaders.fitting import UNUSABLE, USABLE, cut_text, sizes_of
+from loaders.index import REPEATED, build_index, index_shards
+from loaders.index_file import index_path
+from loaders.source import Source, count_labels, open_source
+from loaders.source_config import SourceConfig
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality, SampleId, Segment
 from omni_pipeline.core.sizes import ModelSizes
@@ -37,6 +39,15 @@ def opened(folder: Path, shards: list[Members], fields: list[Any]) -> Source:
     paths = [str(write_tar(folder / f"{place}.tar", members)) for place, members in enumerate(shards)]
     index_shards(paths)
     return open_source(config_of(paths, fields), SIZES, BYTES)
+
+
+def problems_of(source: Source) -> dict[str, str]:
+    """Return why rows are unusable, by key; statuses and reasons must agree."""
+    statuses = source.sizes(np.arange(len(source))).status.tolist()
+    problems = [source.problem(ordinal) for ordinal in range(len(source))]
+    assert [status == UNUSABLE for status in statuses] == [problem != "" for problem in problems]
+    assert set(statuses) <= {USABLE, UNUSABLE}
+    return {source.identify(ordinal)[1]: problem for ordinal, problem in enumerate(problems) if problem}
 
 
 def test_a_sample_has_its_segments_in_layout_order_with_their_sizes(tmp_path: Path) -> None:
@@ -62,22 +73,31 @@ def test_video_and_audio_are_sized_too(tmp_path: Path) -> None:
     assert (audio.grid, audio.num_rows, audio.num_tokens) == ((100, 1, 1), 25, 27)
 
 
-def test_ordinals_run_over_the_usable_samples_of_all_shards(tmp_path: Path) -> None:
+def test_ordinals_run_over_the_rows_of_all_shards_usable_or_not(tmp_path: Path) -> None:
     shards: list[Members] = [caption_members(3), {}, caption_members(4)]
     assert isinstance(shards[2], dict)
     del shards[2]["000001.txt"]
     source = opened(tmp_path, shards, ["jpg", "txt"])
-    assert source.shard_sizes == (3, 0, 3)
-    assert len(source) == 6
-    ids = [(source.sample(n).id.shard, source.sample(n).id.row) for n in range(6)]
-    assert ids == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 2), (2, 3)]
-    assert source.unusable == ((str(tmp_path / "2.tar"), "000001", "no member 'txt'"),)
-    for ordinal in (-1, 6):
-        with pytest.raises(IndexError):
-            source.sample(ordinal)
+    assert source.shard_sizes == (3, 0, 4)
+    assert len(source) == 7
+    places = [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
+    assert [source.identify(n) for n in range(7)] == [
+        (SampleId("s", shard, row), f"{row:06d}", str(tmp_path / f"{shard}.tar")) for shard, row in places
+    ]
+    assert [source.problem(n) for n in range(7)] == ["", "", "", "", "no member 'txt'", "", ""]
+    assert source.sizes(np.array([4, 0])).status.tolist() == [UNUSABLE, USABLE]
+    for n in (0, 1, 2, 3, 5, 6):
+        sample = source.sample(n)
+        assert (sample.id, sample.key, sample.shard) == source.identify(n)
+    with pytest.raises(ValueError, match="row 4 of source 's' is unusable: no member 'txt'"):
+        source.sample(4)
+    for ordinal in (-1, 7):
+        for ask in (source.sample, source.identify, source.problem, lambda n: source.sizes(np.array([0, n]))):
+            with pytest.raises(IndexError):
+                ask(ordinal)
 
 
-def test_whatever_cannot_be_trained_on_is_left_out_with_its_reason(tmp_path: Path) -> None:
+def test_whatever_cannot_be_trained_on_is_unusable_with_its_reason(tmp_path: Path) -> None:
     members = [
         ("good.png", image_bytes(kind="PNG")),
         ("good.txt", b"fine"),
@@ -91,9 +111,9 @@ def test_whatever_cannot_be_trained_on_is_left_out_with_its_reason(tmp_path: Pat
         ("README", b"x"),
     ]
     source = opened(tmp_path, [members], ["png", "txt"])
-    reasons = {key: reason for _, key, reason in source.unusable}
+    reasons = problems_of(source)
     assert source.sample(0).key == "good"
-    assert len(source) == 1
+    assert len(source) == 5
     assert reasons == {
         "thin": "aspect ratio of 2 x 500 pixels is above 200",
         "broken": reasons["broken"],
@@ -151,16 +171,24 @@ def test_missing_files_and_indexes_are_setting_errors(tmp_path: Path) -> None:
     )
 
 
-def test_an_empty_source_is_a_setting_error_with_its_reasons(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="the source is empty: 0 samples in 1 shards") as caught:
+def test_an_empty_source_is_a_setting_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
         opened(tmp_path, [{}], ["txt"])
-    assert caught.value.fix == (
-        f"`omni data index --force {tmp_path / '0.tar'}` lists bad members; mend them, or take the source out"
+    assert str(caught.value) == (
+        "the source is empty: 0 samples in 1 shards\n"
+        "  where: source 's'\n"
+        f"  fix:   `omni data index --force {tmp_path / '0.tar'}` lists what is in it; or take the source out"
     )
-    with pytest.raises(
-        ConfigError, match=r"none of them usable \(1 x no member 'txt'; 1 x no member 'jpg'\)"
-    ):
-        opened(tmp_path, [{"a.jpg": image_bytes(), "b.txt": b"x"}], ["jpg", "txt"])
+
+
+def test_unusable_rows_of_a_small_source_are_counted_in_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    members = {"a.jpg": image_bytes(), "b.txt": b"x", "c.txt": b"x"}
+    opened(tmp_path, [members], ["jpg", "txt"])
+    assert caplog.messages == [
+        "source s: 3 of 3 samples are unusable: 2 x no member 'jpg'; 1 x no member 'txt'"
+    ]
 
 
 def test_counts_of_another_tokenizer_are_not_used(tmp_path: Path) -> None:
@@ -210,6 +238,26 @@ def test_the_fingerprint_sees_rows_sizes_counts_and_keys_but_not_where_bytes_lie
     assert len(set(prints)) == len(prints)
     moved = [("a.other", b"x" * 3000), *pair("a"), *pair("b", text=b"else")]
     assert print_of("moved", moved) == prints[0]
+
+
+def test_the_fingerprint_sees_the_counts_of_its_tokenizer(tmp_path: Path) -> None:
+    class Words(ByteTokenizer):
+        """Counts words."""
+
+        fingerprint = "words"
+
+        def encode(self, text: str) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+            return np.arange(len(text.split()), dtype=np.int32)
+
+    prints: dict[str, list[str]] = {"bytes": [], "words": []}
+    for number, text in enumerate((b"one two", b"one-two")):
+        (tmp_path / str(number)).mkdir()
+        path = str(write_tar(tmp_path / str(number) / "0.tar", {"a.txt": text}))
+        for name, tokenizer in (("bytes", BYTES), ("words", Words())):
+            build_index(path, tokenizer=tokenizer)
+            prints[name].append(open_source(config_of(path, ["txt"]), SIZES, tokenizer).fingerprint)
+    assert prints["bytes"][0] == prints["bytes"][1]
+    assert len({*prints["bytes"], *prints["words"]}) == 3
 
 
 def test_has_labels_wants_text_with_loss(tmp_path: Path) -> None:

@@ -17,7 +17,8 @@ from loaders.index import index_shards
 from loaders.loader import OmniLoader
 from loaders.loader_config import LoaderConfig
 from loaders.order import Order, OrderConfig
-from loaders.source import Source, SourceConfig, open_source
+from loaders.source import Source, open_source
+from loaders.source_config import SourceConfig
 from loaders.step import Place
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.sample import Modality
