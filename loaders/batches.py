@@ -1,8 +1,8 @@
 """Sized rows of many shards, a batch at a time: a shard is opened when a row of it is wanted.
 
 Memory does not depend on how many shards or rows there are: the batches used last are kept, ``KEPT_BATCHES``
-of them (about 0.1 MB each), and the indexes opened last: ``KEPT_LOCAL`` open files, or ``KEPT_REMOTE`` whole
-remote ones in memory.
+of them (about 0.16 MB each with two fields), and the indexes opened last: ``KEPT_LOCAL`` open files, or
+``KEPT_REMOTE`` whole remote ones in memory.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 ``<shard>.index.arrow`` is an Arrow IPC file, one row per sample, in record batches of ``BATCH_ROWS`` rows: a
 reader takes only the batches it needs, each with one positioned read, so the file may be open across a fork.
 What is said of the shard as a whole stands in the schema's metadata at the end of the file: no row is read
-for it. LZ4, because batches are read while steps are planned: a quarter of the time of zstd for 1.8 times
-the bytes, far below 1 % of the shards.
+for it. LZ4, because batches are read while steps are planned: a fifth of the time of zstd for twice the
+bytes, still far below 1 % of the shards.
 """
 
 from __future__ import annotations

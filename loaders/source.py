@@ -278,6 +278,8 @@ def open_source(config: SourceConfig, sizes: ModelSizes, tokenizer: Tokenizer) -
         logger.warning("shard %s is damaged (%s); using what is before", shard, damage)
     if len(source.damaged) > SHOWN_NAMES:
         logger.warning("source %s has %d damaged shards", source.name, len(source.damaged))
+    if len(source) > COUNTED_ROWS and table.num_bad:
+        logger.warning("source %s: %d members of its shards are bad", source.name, table.num_bad)
     return source
 
 

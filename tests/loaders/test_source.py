@@ -191,6 +191,14 @@ def test_unusable_rows_of_a_small_source_are_counted_in_one_line(
     ]
 
 
+def test_bad_members_of_a_large_source_are_counted_from_its_summaries(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("loaders.source.COUNTED_ROWS", 1)
+    opened(tmp_path, [{"a.txt": b"\xff", "b.txt": b"x"}], ["txt"])
+    assert caplog.messages == ["source s: 1 members of its shards are bad"]
+
+
 def test_counts_of_another_tokenizer_are_not_used(tmp_path: Path) -> None:
     class Other(ByteTokenizer):
         """A tokenizer that no index knows."""
