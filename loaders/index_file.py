@@ -50,6 +50,7 @@ class IndexFile:
 
     def __init__(self, shard: str, file: Any) -> None:
         self.shard = shard
+        self._file = file
         try:
             self._reader = pa.ipc.open_file(file, options=_READ_OPTIONS)
             metadata = self._reader.schema.metadata or {}
@@ -75,6 +76,21 @@ class IndexFile:
             raise unfit(self.shard, f"index is damaged: {error}") from error
         self._check_count(batch, min(BATCH_ROWS, self.summary.num_samples - number * BATCH_ROWS))
         return index
+
+    def keys(self) -> pa.StringArray:
+        """Return the keys of all rows; nothing else is read.
+
+        Raises:
+            ShardError: The file is damaged.
+        """
+        place = self._reader.schema.get_field_index("key")
+        options = pa.ipc.IpcReadOptions(use_threads=False, included_fields=[place])
+        try:
+            rows = one_batch(pa.ipc.open_file(self._file, options=options).read_all())
+        except _BAD_CONTENT as error:
+            raise unfit(self.shard, f"index is damaged: {error}") from error
+        self._check_count(rows, self.summary.num_samples)
+        return rows.column("key")
 
     def all_rows(self) -> pa.RecordBatch:
         """Return all rows as they are stored.

@@ -101,6 +101,15 @@ class Order:
         return tuple(self._lanes)
 
     @property
+    def source_names(self) -> tuple[str, ...]:
+        """The sources in the order that ``Entry.source`` counts."""
+        return self._mixture.names
+
+    def lane_order(self, source: str) -> LaneOrder:
+        """Return the order of one source in all lanes."""
+        return self._orders[self._mixture.names.index(source)]
+
+    @property
     def exhausted(self) -> bool:
         """Whether all of these lanes have given all their samples; never with endless epochs.
 

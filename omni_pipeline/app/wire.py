@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,14 +58,22 @@ class Stream:
     groups: Mapping[str, Weight]
     seed: int
 
+    def lanes_of_group(self, group: int, topology: Topology) -> tuple[int, ...]:
+        """Return the lanes that ``group`` owns."""
+        return lanes_of_group(group, self.order.lanes, topology)
+
     def order_of_group(self, group: int, topology: Topology) -> Order:
         """Return the order of the lanes that ``group`` owns."""
+        return self.order_of_lanes(self.lanes_of_group(group, topology))
+
+    def order_of_lanes(self, lanes: Iterable[int]) -> Order:
+        """Return the order of these lanes."""
         return Order(
             self.order,
             sources=self.sources,
             weights={config.name: config.weight for config in self.configs},
             seed=self.seed,
-            lanes=lanes_of_group(group, self.order.lanes, topology),
+            lanes=lanes,
             epochs={config.name: config.epochs for config in self.configs if config.epochs is not None},
             group_of=self._group_of,
             groups=self.groups,
@@ -73,9 +81,13 @@ class Stream:
 
     def is_drawn(self, name: str) -> bool:
         """Return whether the source has a weight above 0 at any step."""
+        return self.mixture.names.index(name) in self.mixture.drawn_from(Moment(0))
+
+    @property
+    def mixture(self) -> Mixture:
+        """The weights of the sources."""
         weights = {config.name: config.weight for config in self.configs}
-        mixture = Mixture(weights, group_of=self._group_of, groups=self.groups)
-        return mixture.names.index(name) in mixture.drawn_from(Moment(0))
+        return Mixture(weights, group_of=self._group_of, groups=self.groups)
 
     @property
     def _group_of(self) -> dict[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from omni_pipeline.cli.progress import ProgressBar
 
 if TYPE_CHECKING:
     from loaders.index import IndexReport
@@ -55,7 +57,7 @@ def prepare(
 
     from loaders.prepare import prepare as prepare_shards
 
-    with progress_bar("preparing") as advance:
+    with ProgressBar("preparing") as advance:
         made = prepare_shards(
             inputs,
             out,
@@ -106,7 +108,7 @@ def index(
     if manifest is not None:
         check_manifest_path(manifest)
     found = list_shards(shards)
-    with progress_bar("indexing") as advance:
+    with ProgressBar("indexing") as advance:
         done = 0
 
         def on_report(report: IndexReport) -> None:
@@ -139,32 +141,6 @@ def index(
         _echo_problems(broken, "without index")
     if broken:
         click.get_current_context().exit(1)
-
-
-class progress_bar:  # noqa: N801 (used as a context manager)
-    """A progress bar on a terminal, nothing on a pipe; gives ``advance(done, total)``."""
-
-    def __init__(self, what: str) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        console = Console(stderr=True)
-        self._bar = Progress(
-            TextColumn(what),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-
-    def __enter__(self) -> Callable[[int, int], None]:
-        self._bar.start()
-        task = self._bar.add_task("", total=None)
-        return lambda done, total: self._bar.update(task, completed=done, total=total)
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
 
 
 def _bad_members(reports: Sequence[IndexReport]) -> list[str]:

@@ -266,6 +266,7 @@ def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
                         "source": sample.id.source,
                         "key": sample.key,
                         "shard": sample.shard,
+                        "row": sample.id.row,
                         "num_tokens": sample.num_tokens,
                         "segments": [
                             {

@@ -105,19 +105,6 @@ def test_a_source_without_samples_is_an_error(
     assert "captions" in capsys.readouterr().err
 
 
-def test_plan_prints_the_same_step_as_json_and_as_tables(
-    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import json
-
-    assert run_main(monkeypatch, "plan", str(run_file), "--step", "3", "--ranks", "2", "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert plan["step"] == 3
-    assert len(plan["packs"]) == 4
-    assert run_main(monkeypatch, "plan", str(run_file), "--step", "3", "--ranks", "2") == 0
-    assert plan["digest"] in capsys.readouterr().out.replace("\n", "")
-
-
 def test_config_show_names_the_origin_of_each_value(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

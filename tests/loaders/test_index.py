@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from loaders import storage
 from loaders.decode.text import ByteTokenizer
 from loaders.index import REPEATED, build_index, index_shards, member_name
-from loaders.index_file import index_path, read_index
+from loaders.index_file import index_path, open_index, read_index
 from loaders.index_rows import ShardIndex
 from omni_pipeline.core.errors import ShardError
 from tests.support.shards import (
@@ -283,3 +283,15 @@ def test_a_remote_shard_is_indexed_beside_itself(tmp_path: Path) -> None:
     storage.write_file("memory://far/s.tar", path.read_bytes())
     build_index("memory://far/s.tar", tokenizer=BYTES)
     assert read_index("memory://far/s.tar").num_samples == 2
+
+
+def test_keys_alone_are_those_of_all_rows(tmp_path: Path) -> None:
+    for num_samples in (0, 3, 2500):
+        shard = str(write_tar(tmp_path / f"{num_samples}.tar", texts(num_samples)))
+        index_shards([shard])
+        assert open_index(shard).keys() == read_index(shard).keys
+        assert len(open_index(shard).keys()) == num_samples
+
+
+def texts(num_samples: int) -> dict[str, bytes]:
+    return {f"{number:06d}.txt": b"text" for number in range(num_samples)}
