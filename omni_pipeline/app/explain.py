@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from balancer.planner import GroupPlanner
 from balancer.report import PackRow, RankRow, moved_rows_fraction, pack_rows, rank_rows
 from loaders.quarantine import QuarantineRecord, read_quarantine
 from omni_pipeline.app.follow import KnownStates, Progress, Start, follow, no_progress
@@ -150,26 +151,28 @@ def explain_step(
     for _, drawn in follow(order, range(start.step, step + 1), progress=progress):
         last = drawn
     packs = [order.pack_of(pack) for pack in last]
-    explained = []
-    for group in wanted:
-        plan = planner.plan([pack for pack in packs if pack.lane in lanes[group]], step=step, group=group)
-        explained.append(
-            ExplainedGroup(
-                plan=plan,
-                packs=pack_rows(plan, cost_model=planner.cost_model, seq_len=config.order.seq_len),
-                ranks=rank_rows(plan, planner.unbalanced(plan), cost_model=planner.cost_model),
-                moved_fraction=moved_rows_fraction(plan, topology),
-            )
-        )
+    plans = [
+        planner.plan([pack for pack in packs if pack.lane in lanes[group]], step=step, group=group)
+        for group in wanted
+    ]
     failures, notes = _failures(config, step)
     return ExplainedStep(
         step=step,
         topology=topology,
         start=start,
-        groups=explained,
+        groups=[_explained(plan, planner, seq_len=config.order.seq_len) for plan in plans],
         sources=source_rows(stream, order, step=step),
         failures=failures,
         notes=[*states.notes(start, step), *notes],
+    )
+
+
+def _explained(plan: StepPlan, planner: GroupPlanner, *, seq_len: int) -> ExplainedGroup:
+    return ExplainedGroup(
+        plan=plan,
+        packs=pack_rows(plan, cost_model=planner.cost_model, seq_len=seq_len),
+        ranks=rank_rows(plan, planner.unbalanced(plan), cost_model=planner.cost_model),
+        moved_fraction=moved_rows_fraction(plan, planner.topology),
     )
 
 

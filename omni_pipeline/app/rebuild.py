@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from loaders.assemble import Array
 from loaders.budget import ByteBudget
+from loaders.order import Order
 from loaders.quarantine import Quarantine, QuarantineRecord
 from loaders.step import Place, StepAssembler, StepPlanner, decode_settings
 from loaders.workers import InlineDecoder
@@ -139,37 +140,18 @@ def rebuild(
         raise ConfigError(f"there is no rank {rank}: a run on {world_size} has {ranks}", fix="set --ranks")
     topology = build_topology(config, world_size=world_size, ranks_per_node=ranks_per_node or world_size)
     place = Place(topology, rank)
-    tokenizer = build_tokenizer(config)
-    stream = training_stream(config, tokenizer)
+    stream = training_stream(config, build_tokenizer(config))
     states = KnownStates(config, stream)
     start, order = states.nearest(step, stream.lanes_of_group(place.group, topology))
     for _ in follow(order, range(start.step, step), progress=progress):
         pass
-    model = model_inputs(config, tokenizer)
-    planner = build_planner(config, topology)
     records = _Records(_failed_before(config, step, rank=rank))
-    planned = StepPlanner(
-        order,
-        planner=planner,
-        place=place,
-        model=model,
-        decoder=InlineDecoder(
-            decode_settings(config.loader, model=model, tokenizer_path=config.tokenizer.path)
-        ),
-        budget=ByteBudget(sys.maxsize),
-        quarantine=records,
-        step=step,
-        state_of=lambda _step, _lanes: {},
-    ).next_step()
-    assert planned is not None, "the budget is never closed here"
-    # One step of one rank says nothing about a source, so its error budget is not judged.
-    assembler = StepAssembler(planner, place=place, model=model, quarantine=records, max_bad_fraction=1.0)
-    batch = assembler.build(planned)
+    batch = _build(config, order, step=step, place=place, records=records)
     return Rebuilt(
         rank=rank,
         batch=batch,
         start=start,
-        repeated=batch.failed & planned.known,
+        repeated=batch.failed & records.known(step),
         failures=[record for record in records.added if record.sample_id in batch.failed],
         notes=states.notes(start, step),
     )
@@ -202,6 +184,28 @@ def write_arrays(path: Path, arrays: Mapping[str, Array]) -> None:
         ) from error
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _build(config: RunConfig, order: Order, *, step: int, place: Place, records: _Records) -> Batch:
+    """Plan, decode and assemble the step at which ``order`` stands."""
+    model = model_inputs(config, build_tokenizer(config))
+    planner = build_planner(config, place.topology)
+    settings = decode_settings(config.loader, model=model, tokenizer_path=config.tokenizer.path)
+    planned = StepPlanner(
+        order,
+        planner=planner,
+        place=place,
+        model=model,
+        decoder=InlineDecoder(settings),
+        budget=ByteBudget(sys.maxsize),
+        quarantine=records,
+        step=step,
+        state_of=lambda _step, _lanes: {},
+    ).next_step()
+    assert planned is not None, "the budget is never closed here"
+    # One step of one rank says nothing about a source, so its error budget is not judged.
+    assembler = StepAssembler(planner, place=place, model=model, quarantine=records, max_bad_fraction=1.0)
+    return assembler.build(planned)
 
 
 def _failed_before(config: RunConfig, step: int, *, rank: int) -> frozenset[SampleId]:

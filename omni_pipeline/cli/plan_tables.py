@@ -85,6 +85,19 @@ def _print_group(console: Console, group: ExplainedGroup) -> None:
         f" {_count(len(plan.media), 'media segment')}, {_count(plan.num_microbatches, 'microbatch', 'es')},"
         f" digest {plan.digest:016x}",
     )
+    _print_packs(console, group)
+    _print_encoding(console, group)
+    encoder, llm = plan.encoder_balance, plan.llm_balance
+    _say(
+        console,
+        f"imbalance (max / mean): encoder {encoder.imbalance_before:.3f} -> {encoder.imbalance_after:.3f},"
+        f" LLM {llm.imbalance_before:.3f} -> {llm.imbalance_after:.3f};"
+        f" {100 * group.moved_fraction:.0f} % of the embedding rows cross ranks",
+    )
+    _print_samples(console, group)
+
+
+def _print_packs(console: Console, group: ExplainedGroup) -> None:
     packs = _table(
         "packs (lane:number) and their place (replica/microbatch)",
         ["place", "pack"],
@@ -102,6 +115,9 @@ def _print_group(console: Console, group: ExplainedGroup) -> None:
             f"{1e3 * row.encoder_s:.3g}",
         )
     console.print(packs)
+
+
+def _print_encoding(console: Console, group: ExplainedGroup) -> None:
     ranks = _table("encoding", [], ["rank", "media before", "after", "ms before", "after", "rows"])
     for item in group.ranks:
         ranks.add_row(
@@ -111,13 +127,9 @@ def _print_group(console: Console, group: ExplainedGroup) -> None:
             str(item.num_rows_after),
         )
     console.print(ranks)
-    encoder, llm = plan.encoder_balance, plan.llm_balance
-    _say(
-        console,
-        f"imbalance (max / mean): encoder {encoder.imbalance_before:.3f} -> {encoder.imbalance_after:.3f},"
-        f" LLM {llm.imbalance_before:.3f} -> {llm.imbalance_after:.3f};"
-        f" {100 * group.moved_fraction:.0f} % of the embedding rows cross ranks",
-    )
+
+
+def _print_samples(console: Console, group: ExplainedGroup) -> None:
     samples = _table("samples", ["place", "sample, shard, row"], ["tokens"])
     samples.add_column("units -> rows @ encoding rank", overflow="fold")
     last = None
