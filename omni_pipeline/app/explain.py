@@ -163,7 +163,7 @@ def explain_step(
         groups=[_explained(plan, planner, seq_len=config.order.seq_len) for plan in plans],
         sources=source_rows(stream, order, step=step),
         failures=failures,
-        notes=[*states.notes(start, step), *notes],
+        notes=[*states.notes(start, step), *_empty_packs(config, plans), *notes],
     )
 
 
@@ -192,6 +192,15 @@ def _failures(config: RunConfig, step: int) -> tuple[list[QuarantineRecord], lis
     if step < num_steps_trained(folder.metrics_path):
         return records, []
     return records, ["a plan cannot know which samples fail to decode: they keep their place, without labels"]
+
+
+def _empty_packs(config: RunConfig, plans: Sequence[StepPlan]) -> list[str]:
+    packs = [pack for plan in plans for pack in plan.packs]
+    num_empty = sum(not pack.samples for pack in packs)
+    if not num_empty:
+        return []
+    end = "; order.end = 'drop' ends the run before this step" if config.order.end == "drop" else ""
+    return [f"{num_empty} of {len(packs)} packs are empty, since their lanes have no samples left{end}"]
 
 
 def _describe(segment: Segment, *, rank: int | None) -> str:

@@ -136,6 +136,11 @@ def find_sample(
         places = places_of(visits, stream, states=search.states, planner=planner, progress=progress)
         samples = [_with_places(item, places) for item in samples]
     notes = search.states.unusable(after=0, until=config.run.steps)
+    if config.order.end == "drop" and search.may_end():
+        notes.append(
+            "order.end = 'drop' ends the run before the first step with an empty pack, which may be before"
+            " the last visits; `omni plan --step` tells of each step"
+        )
     return FoundSample(samples, found.num_matches, config.run.steps, search.num_trained, notes)
 
 
@@ -161,6 +166,12 @@ class _Search:
             wanted.setdefault(row.id.source, set()).add(row.ordinal)
         self._walks = LaneWalks(
             self.states, {name: frozenset(ordinals) for name, ordinals in wanted.items()}, progress
+        )
+
+    def may_end(self) -> bool:
+        """Whether a source has so many epochs and no more, so that lanes can run out of samples."""
+        return any(
+            self._order.lane_order(name).num_positions(0) is not None for name in self._order.source_names
         )
 
     def history(self, row: FoundRow) -> SampleHistory:

@@ -188,6 +188,16 @@ def test_what_is_never_drawn_says_why(run_file: Path) -> None:
     assert note("--sources.0.weight", "0") == "never drawn: its source has weight 0 throughout"
 
 
+def test_an_end_before_the_last_visits_is_told(run_file: Path) -> None:
+    def is_told(*flags: str) -> bool:
+        notes = find_sample(config_of(run_file, *flags), "clips/000003").notes
+        return any("order.end = 'drop' ends the run before" in note for note in notes)
+
+    assert is_told("--order.epochs", "2", "--order.end", "drop")
+    assert not is_told("--order.epochs", "2")
+    assert not is_told("--order.end", "drop")
+
+
 def test_checkpoints_of_other_settings_are_named_since_they_saw_other_steps(run_file: Path) -> None:
     assert not find_sample(config_of(run_file), "clips/000003").notes
     assert find_sample(config_of(run_file, "--run.seed", "1"), "clips/000003").notes == [

@@ -70,6 +70,19 @@ def test_steps_after_the_end_are_planned_with_a_note_and_failures_of_the_step_ar
     assert explained.groups[0].plan.packs
 
 
+def test_packs_that_stay_empty_are_told(run_file: Path) -> None:
+    flags = ("--order.epochs", "1")
+    assert not [note for note in explained_notes(run_file, 1, *flags) if "empty" in note]
+    told = "4 of 4 packs are empty, since their lanes have no samples left"
+    assert told in explained_notes(run_file, 11, *flags)
+    end = f"{told}; order.end = 'drop' ends the run before this step"
+    assert end in explained_notes(run_file, 11, *flags, "--order.end", "drop")
+
+
+def explained_notes(run_file: Path, step: int, *flags: str) -> list[str]:
+    return explain_step(config_of(run_file, *flags), step=step, world_size=1).notes
+
+
 def test_a_group_that_does_not_exist_is_named(run_file: Path) -> None:
     with pytest.raises(ConfigError, match="there is no group 1: 2 ranks make 1"):
         explain_step(config_of(run_file), step=0, world_size=2, groups=[1])
