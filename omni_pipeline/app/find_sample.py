@@ -183,7 +183,8 @@ class _Search:
         order = self._order.lane_order(row.id.source)
         visits, num_epochs, is_whole = self._visits(row, order)
         if visits:
-            note = "" if is_whole else f"epochs from {num_epochs} on were not looked at"
+            rest = f"epochs from {num_epochs} on were not looked at: lanes would have to be that far apart"
+            note = "" if is_whole else rest
             return SampleHistory(row, sorted(visits, key=lambda visit: visit.step), num_epochs, note)
         return self._beyond(row, order, num_epochs)
 
