@@ -7,7 +7,8 @@ the clock starts, so the numbers are those of lanes, mixture and packing alone. 
 I/O, so times are CPU times of the process: other work on the machine does not count. The last line of
 ``--json`` is one object: ``samples_per_s``, ``first_plan_ms`` (a new Order and its first step),
 ``resume_ms`` (a new Order, a state loaded and the next step, at steps 10 and 10 million), ``pack_fill``
-(used / offered positions).
+(used / offered positions), and ``buckets``: the same in buckets, with ``padding`` (share of the positions
+taken), and ``one_bucket_padding``, were every sample padded to the whole sequence.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 import click
 import numpy as np
 
+from loaders.bucketing_config import BucketingConfig
 from loaders.fitting import IntArray, PackSizes, sizes_of
 from loaders.order import Order, OrderConfig
 from loaders.weight import Weight
@@ -104,6 +106,7 @@ def main(*, steps: int, lanes: int, packs_per_step: int, seq_len: int, repeats: 
         "pack_fill": round(sum(pack.num_tokens for pack in packs) / (seq_len * len(packs)), 4),
         "samples_per_pack": round(sum(len(pack.samples) for pack in packs) / len(packs), 2),
     }
+    result["buckets"] = measure_buckets(config, sources, steps=steps)
     for name, value in result.items():
         click.echo(f"{name}: {value}", err=as_json)
     if as_json:
@@ -121,6 +124,23 @@ def measure_rate(
         rates.append(sum(len(pack.samples) for pack in made) / (time.process_time() - started))
         packs += made
     return rates, packs
+
+
+def measure_buckets(config: OrderConfig, sources: Sequence[PooledSource], *, steps: int) -> dict[str, float]:
+    """Return speed, fill and padding of the same samples in buckets of like shares of the tokens."""
+    bucketing = BucketingConfig(quantiles=16)
+    config = config.model_copy(update={"bucketing": bucketing, "look_ahead": 4 * config.look_ahead})
+    order = Order(config, sources=sources, weights=WEIGHTS, seed=0, lanes=range(config.lanes))
+    rates, packs = measure_rate(order, first_step=0, steps=steps, repeats=1)
+    num_tokens = sum(pack.num_tokens for pack in packs)
+    return {
+        "samples_per_s": round(rates[0]),
+        "pack_fill": round(num_tokens / (config.seq_len * len(packs)), 4),
+        "padding": round(1 - num_tokens / sum(pack.num_positions for pack in packs), 4),
+        "one_bucket_padding": round(
+            1 - num_tokens / (config.seq_len * sum(len(pack.samples) for pack in packs)), 4
+        ),
+    }
 
 
 def resume(order: Order, text: str, *, step: int) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from loaders.bucketing import BucketBuffer, Buckets
 from loaders.draw import Draw
 from loaders.lane_cursor import LaneCursor, LeftOut, SampleSource
 from loaders.lanes import LaneOrder
@@ -51,6 +52,7 @@ class LanePacker:
         orders: The sources' orders, likewise.
         left_out: Takes the rows that are passed by.
         used_up: Takes the sources that end in this lane.
+        buckets: Fill packs by these; None packs by best fit.
     """
 
     def __init__(
@@ -63,12 +65,14 @@ class LanePacker:
         orders: Sequence[LaneOrder],
         left_out: LeftOut,
         used_up: list[UsedUp],
+        buckets: Buckets | None,
     ) -> None:
         self._lane = lane
         self._config = config
         self._by_tokens = config.unit == "tokens"
         self._mixture = mixture
         self._all_used_up = used_up
+        self._buckets = buckets
         self._cursors = [
             LaneCursor(
                 lane,
@@ -195,8 +199,11 @@ class LanePacker:
             if entry is not None:
                 yield entry
 
-    def _new_buffer(self) -> PackBuffer:
-        return PackBuffer(self._config.budgets, look_ahead=self._config.look_ahead)
+    def _new_buffer(self) -> PackBuffer | BucketBuffer:
+        budgets, look_ahead = self._config.budgets, self._config.look_ahead
+        if self._buckets is None:
+            return PackBuffer(budgets, look_ahead=look_ahead)
+        return BucketBuffer(self._buckets, budgets, look_ahead=look_ahead)
 
     def _draw(self) -> Entry | None:
         """Draw the next sample; None when no source has one."""

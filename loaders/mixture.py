@@ -131,16 +131,20 @@ class Mixture:
             )
         )
 
-    def _check_never_empty(self) -> None:
-        # Weights are never negative and are constant or curved between points, so all are zero somewhere only
-        # if they are at a point; between the clocks any pair may come together.
+    def moments(self) -> list[Moment]:
+        """Return the start and every moment at which a weight has a point; between the clocks any pair."""
         at: dict[Clock, list[int]] = {
             clock: sorted(
                 {0, *(p for curves in self._curves for c in curves if c.clock == clock for p in c.at)}
             )
             for clock in _CLOCKS
         }
-        for step, tokens in itertools.product(at["steps"], at["tokens"]):
+        return [Moment(step, tokens) for step, tokens in itertools.product(at["steps"], at["tokens"])]
+
+    def _check_never_empty(self) -> None:
+        # Weights are never negative and are constant or curved between points, so all are zero somewhere only
+        # if they are at a point.
+        for step, tokens in self.moments():
             if not any(self.shares(Moment(step, tokens))):
                 when = f"step {step}" + (f" and {tokens} tokens" if self._is_over_tokens else "")
                 raise ConfigError(

@@ -13,11 +13,15 @@ step.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from loaders.bucketing import Buckets
 from loaders.drawable import check_drawable
 from loaders.fitting import Dropped, cut_text
 from loaders.lane_cursor import LeftOut, SampleSource
@@ -26,12 +30,15 @@ from loaders.lanes import LaneOrder
 from loaders.mixture import Mixture, Moment
 from loaders.order_config import OrderConfig
 from loaders.packing import Entry
+from loaders.quantiles import resolve_buckets
 from loaders.weight import Weight
 from omni_pipeline.core.errors import ConfigError, StateMismatchError
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Sample
 
 __all__ = ["LanePack", "Order", "OrderConfig", "SampleSource", "merge_states", "restrict"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +100,7 @@ class Order:
         ]
         ever = self._mixture.drawn_from(Moment(0))
         check_drawable([source for index, source in enumerate(self._sources) if index in ever], config)
+        self._buckets = self._find_buckets()
         self._lanes = {lane: self._lane_packer(lane) for lane in _wanted(lanes, config)}
 
     @property
@@ -150,7 +158,9 @@ class Order:
 
     def pack_of(self, found: LanePack) -> Pack:
         """Return the pack with its samples."""
-        return Pack(found.lane, found.number, tuple([self._sample(entry) for entry in found.entries]))
+        samples = tuple([self._sample(entry) for entry in found.entries])
+        padded_len = 0 if self._buckets is None else self._buckets.padded_len(found.entries)
+        return Pack(found.lane, found.number, samples, padded_len)
 
     def remaining(self) -> Counter[str]:
         """Return the rows of these lanes that are not packed yet, by source; those without end are absent."""
@@ -197,6 +207,23 @@ class Order:
         for number, lane in self._lanes.items():
             lane.load_state_dict(own[str(number)])
 
+    def _find_buckets(self) -> Buckets | None:
+        config = self._config
+        if config.bucketing is None:
+            return None
+        # The mean over the schedule, so that a source which comes later counts and a resume changes nothing.
+        shares = np.mean([self._mixture.shares(moment) for moment in self._mixture.moments()], axis=0)
+        buckets = resolve_buckets(
+            config.bucketing,
+            self._sources,
+            shares.tolist(),
+            by_tokens=config.unit == "tokens",
+            budgets=config.budgets,
+            oversize=config.oversize,
+        )
+        logger.debug("buckets: %s tokens, %s patches", buckets.boundaries, buckets.patch_boundaries)
+        return buckets
+
     def _lane_packer(self, lane: int) -> LanePacker:
         return LanePacker(
             lane,
@@ -206,6 +233,7 @@ class Order:
             orders=self._orders,
             left_out=self._left_out,
             used_up=self._used_up,
+            buckets=self._buckets,
         )
 
     def _sample(self, entry: Entry) -> Sample:

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from loaders.bucketing_config import BucketingConfig
 from loaders.packing import UNLIMITED, Budgets
 from omni_pipeline.core.batch import EndRule
 
@@ -20,7 +21,7 @@ class OrderConfig(BaseModel):
     )
     packs_per_step: int = Field(ge=1, description="Packs of one global batch; a multiple of lanes.")
     seq_len: int = Field(ge=1, description="Sequence positions of one pack, tokens.")
-    look_ahead: int = Field(64, ge=1, description="Samples buffered per lane for best-fit packing.")
+    look_ahead: int = Field(64, ge=1, description="Samples buffered per lane, from which packs are filled.")
     shuffle_block: int = Field(
         1024,
         ge=1,
@@ -42,6 +43,9 @@ class OrderConfig(BaseModel):
         description="A sample too large for a pack: drop and record it, or cut its last text (never media).",
     )
     epochs: int | None = Field(None, ge=1, description="Times that every source is seen; unset: endless.")
+    bucketing: BucketingConfig | None = Field(
+        None, description="Packs by bucket: samples of like length, padded. Unset: best fit, without padding."
+    )
 
     end: EndRule = Field(
         "pad",
@@ -58,6 +62,14 @@ class OrderConfig(BaseModel):
                 f"order.packs_per_step = {self.packs_per_step} is no multiple of order.lanes = {self.lanes}: "
                 f"set packs_per_step = {above}, or lanes = {divisor} (in a new run: it changes the order)"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _buckets_fit_a_pack(self) -> OrderConfig:
+        if self.bucketing is not None:
+            problem = self.bucketing.problem(seq_len=self.seq_len, max_patches=self.max_patches)
+            if problem:
+                raise ValueError(problem)
         return self
 
     @property
