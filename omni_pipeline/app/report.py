@@ -98,7 +98,8 @@ def render(
         num_columns=min((5, 4, 3), key=lambda columns: -len(numbers) % columns),
         figures=figures(run, marks),
         marks=marks,
-        sources=source_table(run),
+        sources=(sources := source_table(run)),
+        left_out=[word for word in ("filtered", "dropped") if any(row[word] for row in sources)],
         used_up=used_up(run, events),
         held_out=held_out_table(run, summary),
         quarantine=run.quarantine[:MAX_QUARANTINE_ROWS],
@@ -150,9 +151,14 @@ def key_numbers(run: RunData) -> list[KeyNumber]:
 
 
 def source_table(run: RunData) -> list[dict[str, Any]]:
-    """Return name, tokens, samples, share of tokens, bad and left samples of each source, largest first."""
+    """Return name, tokens and share of tokens of each source, largest first, and what became of its samples.
+
+    Samples are trained on, left out (filtered, or dropped because no pack can hold them), left over, or bad.
+    """
     tokens = {name: np.nansum(values) for name, (_, values) in run.by_prefix("loader/tokens/").items()}
     samples = {name: np.nansum(values) for name, (_, values) in run.by_prefix("loader/samples/").items()}
+    filtered = {name: np.nansum(values) for name, (_, values) in run.by_prefix("loader/filtered/").items()}
+    dropped = {name: np.nansum(values) for name, (_, values) in run.by_prefix("loader/dropped/").items()}
     bad = Counter(record.source for record in run.quarantine)
     used = data_end(run.metrics)
     total = float(sum(tokens.values()))
@@ -165,6 +171,8 @@ def source_table(run: RunData) -> list[dict[str, Any]]:
             "samples": float(samples.get(name, 0.0)),
             "share": float(tokens.get(name, 0.0)) / total if total else 0.0,
             "bad": bad.get(name, 0),
+            "filtered": float(filtered.get(name, 0.0)),
+            "dropped": float(dropped.get(name, 0.0)),
             "left": used.left.get(name) if used else None,
         }
         for name in sorted({*tokens, *samples})

@@ -69,7 +69,9 @@ LAYOUTS = {1: 1, 2: 2, 3: 1, 4: 2}
 
 @pytest.fixture(scope="module")
 def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three shards with a broken picture and a long text; fewer samples than lanes; one sample that fits."""
+    """Three shards with a broken picture and a long text; fewer samples than lanes; one sample that can run,
+    three with long texts and one without a picture.
+    """
     root = tmp_path_factory.mktemp("data")
     members = caption_members(27)
     noise = torch.randint(0, 255, (56, 84, 3), generator=torch.Generator().manual_seed(0)).byte().numpy()
@@ -81,7 +83,7 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_tar(root / f"captions-{shard}.tar", {name: members[name] for name in names[start:end]})
     write_tar(root / "few-0.tar", talk_members(2))
     oversize = {name: LONG_TEXT if "txt" in name else data for name, data in caption_members(5).items()}
-    write_tar(root / "oversize-0.tar", {**oversize, "000002.txt": b"short"})
+    write_tar(root / "oversize-0.tar", {**oversize, "000002.txt": b"short", "000003.jpg": b"no picture"})
     assert not any(report.error for report in index_shards([str(path) for path in root.glob("*.tar")]))
     path = root / "run.toml"
     path.write_text(RUN_FILE.format(root=root))

@@ -304,6 +304,16 @@ def test_the_page_of_an_endless_run_tells_of_no_end(tmp_path: Path) -> None:
     assert "stayed empty" not in Page(write_report(tmp_path, tmp_path / "report.html").read_text()).text
 
 
+def test_samples_that_were_left_out_are_told_by_source(tmp_path: Path) -> None:
+    values = {"loader/tokens/talks": 30.0, "loader/tokens/prose": 9.0, "loader/filtered/talks": 2.0}
+    minimal_run(tmp_path, {**values, "loader/dropped/prose": 0.0}, steps=3)
+    rows = {row["name"]: (row["filtered"], row["dropped"]) for row in source_table(load_run(tmp_path))}
+    assert rows == {"talks": (6.0, 0.0), "prose": (0.0, 0.0)}
+    words = Page(write_report(tmp_path, tmp_path / "report.html").read_text()).words
+    assert "filtered" in words
+    assert "dropped" not in words
+
+
 def test_held_out_samples_that_were_not_seen_are_told_with_their_reason(tmp_path: Path) -> None:
     counts = {"seen": 1200.0, "failed": 1.0, "dropped": 0.0, "filtered": 7.0}
     minimal_run(tmp_path, {f"evaluation/held/{name}": count for name, count in counts.items()})
