@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loaders.where import MAX_CHARS, MAX_DEPTH, FieldKind, Where, parse_where
@@ -257,6 +257,7 @@ def samples(draw: st.DrawFn) -> Mapping[int | str, Member]:
     return sample
 
 
+@settings(max_examples=300)
 @given(conditions, st.lists(samples(), max_size=12))
 def test_a_condition_is_decided_as_a_walk_over_rows_and_members_decides_it(
     condition: Condition, rows: list[Mapping[int | str, Member]]
@@ -329,6 +330,8 @@ def test_what_cannot_be_calculated_holds_nowhere() -> None:
         "1 / (width * 1e300 * 1e300) == 0",
     ):
         assert kept(text, ["jpg"], rows) == [False, False], text
+    for text in ("5 > jpg.height", "jpg.height < 5", "5 < 6 > jpg.height"):
+        assert kept(text, ["jpg"], [{}, rows[0]]) == [False, True], text
     assert kept("-height == -5 and +height == 5", ["jpg"], rows) == [False, True]
 
 
