@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from loaders.fitting import UNUSABLE, USABLE, PackSizes
+from loaders.fitting import DENIED, UNUSABLE, USABLE, PackSizes
 from loaders.index_rows import ShardIndex, codes_of
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.sizes import IntArray, ModelSizes, grid_rows, media_grids
@@ -66,7 +66,7 @@ Screen = Callable[[ShardIndex, Sequence[IntArray], SizedBatch], StatusArray]
 """Which rows a run leaves out though they could be used.
 
 Called with the rows as indexed, the member that fills each field (int64 [rows], -1 for none), and the rows as
-sized; returns a status per row, which counts for the rows that are USABLE."""
+sized; returns a status per row. DENIED counts for every row, others for those that are not UNUSABLE."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class Sizing:
         batch = SizedBatch(index.shard, index.keys, tuple(rows.suffixes), segments, sizes, rows.problems)
         if self.screen is None:
             return batch
-        status = np.where(rows.is_good, self.screen(index, members, batch), UNUSABLE).astype(np.int8)
+        status = self.screen(index, members, batch)
+        status[~rows.is_good & (status != DENIED)] = UNUSABLE
         return replace(batch, sizes=replace(sizes, status=status))
 
     def _size(self, rows: _Rows, members: IntArray) -> SegmentArray:

@@ -8,14 +8,14 @@ of that shard only.
 
 A shard is known by its whole path, else by its file name, so that shards may move between runs. A key is
 kept as a hash of 64 bits (its 8-byte words stirred one by one by the finalizer of SplitMix64: Steele, Lea,
-Flood 2014), in sorted arrays: 8 bytes per key, 12 with a shard, 80 to 120 MB for ten million. A sample that
+Flood 2014), in sorted arrays: 8 bytes per key, 80 MB for ten million. A sample that
 no file names is denied with chance ``entries / 2**64``.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -34,7 +34,6 @@ _BOM = b"\xef\xbb\xbf"
 Hashes = npt.NDArray[np.uint64]
 Numbers = npt.NDArray[np.int32]
 _NONE: Hashes = np.zeros(0, np.uint64)
-_NO_NUMBERS: Numbers = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -49,14 +48,12 @@ class DenyList:
     num_entries: int = 0
     digest: str = ""
     _anywhere: Hashes = field(default_factory=lambda: _NONE, repr=False, compare=False)
-    _numbers: Numbers = field(default_factory=lambda: _NO_NUMBERS, repr=False, compare=False)
-    _in_shards: Hashes = field(default_factory=lambda: _NONE, repr=False, compare=False)
+    _by_shard: Mapping[str, Hashes] = field(default_factory=dict, repr=False, compare=False)
 
-    def mask(self, shard: int, keys: pa.Array) -> npt.NDArray[np.bool_]:
-        """Return bool [keys]: which ``keys`` of the source's shard number ``shard`` are denied."""
+    def mask(self, shard: str, keys: pa.Array) -> npt.NDArray[np.bool_]:
+        """Return bool [keys]: which ``keys`` of the source's shard at this path are denied."""
         denied = np.zeros(len(keys), dtype=np.bool_)
-        first, last = np.searchsorted(self._numbers, [shard, shard + 1])
-        lists = [part for part in (self._anywhere, self._in_shards[first:last]) if len(part)]
+        lists = [part for part in (self._anywhere, self._by_shard.get(shard, _NONE)) if len(part)]
         if not lists:
             return denied
         hashes = hash_keys(keys)
@@ -95,7 +92,10 @@ def read_deny_lists(files: Sequence[Path], *, source: str, shards: Sequence[str]
     is_other = _is_other(numbers) | _is_other(keys)
     numbers, keys = numbers[is_other], keys[is_other]
     count = len(anywhere) + len(keys)
-    return DenyList(count, _digest(anywhere, numbers, keys) if count else "", anywhere, numbers, keys)
+    firsts = np.flatnonzero(_is_other(numbers))
+    parts_of = np.split(keys, firsts[1:]) if len(firsts) else []
+    by_shard = {shards[number]: part for number, part in zip(numbers[firsts].tolist(), parts_of, strict=True)}
+    return DenyList(count, _digest(anywhere, numbers, keys) if count else "", anywhere, by_shard)
 
 
 def hash_keys(keys: pa.Array) -> Hashes:

@@ -1,7 +1,8 @@
 """What a saved loader state must have in common with the run that loads it.
 
 All of the identity must be equal, but for its sources: a run may add, remove and reweight them, and those it
-keeps go on where they were. A source that is kept must be the same, since positions are places in it.
+keeps go on where they were. A source that is kept must be the same, since positions are places in it, and so
+must be what it leaves out.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from omni_pipeline.core.state import check_head
 logger = logging.getLogger(__name__)
 
 STATE_VERSION = 3
+_BY_SOURCE = ("sources", "filters")
 
 
 def full_identity(order: Mapping[str, Any], config: LoaderConfig) -> dict[str, Any]:
@@ -35,7 +37,8 @@ def check_identity(
     Args:
         state: With the head of ``core.state``.
         version: That this program reads.
-        identity: Of the run; its "sources", if there, are fingerprints by name.
+        identity: Of the run; its "sources", if there, are fingerprints by name, its "filters" are
+            ``Filter.identity`` by name.
         where: For messages.
         announce: Log the sources that were added or removed.
 
@@ -43,13 +46,18 @@ def check_identity(
         StateMismatchError: Another version, a setting that differs, or a source that changed.
     """
     saved = state.get("identity")
-    if not isinstance(saved, Mapping) or not isinstance(saved.get("sources", {}), Mapping):
+    if not isinstance(saved, Mapping) or not all(
+        isinstance(saved.get(name, {}), Mapping) for name in _BY_SOURCE
+    ):
         raise StateMismatchError(
             "state has no readable identity", where=where, fix="resume from another checkpoint"
         )
     bare = {**state, "identity": _without_sources(saved)}
     check_head(bare, version=version, identity=_without_sources(identity), where=where)
     _check_sources(saved.get("sources", {}), identity.get("sources", {}), where=where, announce=announce)
+    for name in sorted(saved.get("sources", {}).keys() & identity.get("sources", {}).keys()):
+        before, here = saved.get("filters", {}).get(name, {}), identity.get("filters", {}).get(name, {})
+        _check_filter(name, before, here, where=where)
 
 
 def step_and_lanes(state: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
@@ -67,8 +75,34 @@ def step_and_lanes(state: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
     return step, lanes
 
 
+def _check_filter(name: str, saved: Mapping[str, Any], present: Mapping[str, Any], *, where: str) -> None:
+    for part, title, verb, shown in (
+        ("where", "filter", "was", _condition),
+        ("deny", "deny-list", "had", _entries),
+    ):
+        if saved.get(part) != present.get(part):
+            now = {"was": "is", "had": "has"}[verb]
+            raise StateMismatchError(
+                f"the {title} of source {name!r} {verb} {shown(saved.get(part))} when saved, "
+                f"{now} {shown(present.get(part))} here",
+                where=where,
+                fix=f"put its `{part}` back, give the source another name to read it from its beginning, or "
+                "start a new run.dir",
+            )
+
+
+def _condition(text: str | None) -> str:
+    return "not set" if text is None else f"`{text}`"
+
+
+def _entries(deny: Any) -> str:
+    if not isinstance(deny, Mapping):
+        return "no entries"
+    return f"{deny.get('entries')} entries (digest {deny.get('digest')})"
+
+
 def _without_sources(identity: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in identity.items() if name != "sources"}
+    return {name: value for name, value in identity.items() if name not in _BY_SOURCE}
 
 
 def _check_sources(

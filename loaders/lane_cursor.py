@@ -24,7 +24,7 @@ from loaders.packing import Budgets, Entry
 from omni_pipeline.core.errors import DataError
 from omni_pipeline.core.sample import Sample, SampleId
 
-_REASONS = {FILTERED: "where", DENIED: "deny", UNUSABLE: "unusable"}
+REASONS = {FILTERED: "where", DENIED: "deny", UNUSABLE: "unusable"}
 FILTERS = frozenset({"where", "deny"})
 OVERSIZE = "oversize"
 """Reasons for which rows are left out, as ``LeftOut.counts`` names them."""
@@ -213,7 +213,7 @@ class LaneCursor:
         assert sizes is not None, "a block is loaded"
         statuses, counts = np.unique(sizes.status[start:end], return_counts=True)
         for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
-            self._left_out.counts[self._source.name, _REASONS.get(status, OVERSIZE)] += count
+            self._left_out.counts[self._source.name, REASONS.get(status, OVERSIZE)] += count
         if self.position < self._order.run_length(self._lane):
             unwanted = np.isin(sizes.status[start:end], (FILTERED, DENIED), invert=True)
             self._left_out.dropped += [

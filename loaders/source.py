@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from loaders.batches import Batches
-from loaders.columns import MODALITIES, Screen, SizedBatch, Sizing
+from loaders.columns import MODALITIES, SizedBatch, Sizing
 from loaders.decode.text import Tokenizer
+from loaders.filters import Filter, count_left_out, open_filter
 from loaders.fitting import PackSizes
 from loaders.index import member_name
 from loaders.index_file import BATCH_ROWS, IndexFile
@@ -46,7 +47,7 @@ class Source:
         table: Its shards.
         sizes: Of the model.
         tokenizer: Fingerprint of the one whose counts are used.
-        screen: Leaves rows out that could be used.
+        left_out: Rows that are left out though they could be used; none by default.
 
     Raises:
         ConfigError: A shard has no counts of the tokenizer.
@@ -59,9 +60,10 @@ class Source:
         *,
         sizes: ModelSizes,
         tokenizer: str,
-        screen: Screen | None = None,
+        left_out: Filter | None = None,
     ) -> None:
         self.name = config.name
+        self.filter = Filter() if left_out is None else left_out
         self.shards = table.shards
         self.shard_sizes = tuple(table.num_samples.tolist())
         self.damaged = table.damaged
@@ -76,7 +78,7 @@ class Source:
         self._num_batches = -(-table.num_samples // BATCH_ROWS)
         self._batch_firsts = np.cumsum(self._num_batches) - self._num_batches
         self.fingerprint = self._fingerprint(config, sizes)
-        sizing = Sizing(tuple(item.suffixes for item in self._fields), sizes, tokenizer, screen)
+        sizing = Sizing(tuple(item.suffixes for item in self._fields), sizes, tokenizer, self.filter)
         self._batches = Batches(self.shards, sizing, check=self._check_same)
 
     def __len__(self) -> int:
@@ -267,10 +269,11 @@ def open_source(config: SourceConfig, sizes: ModelSizes, tokenizer: Tokenizer) -
         table = find_shards(config.shards)
         if not table.shards:
             raise ConfigError("the source has no shards", fix="set sources.shards")
-        source = Source(config, table, sizes=sizes, tokenizer=tokenizer.fingerprint)
+        left_out = open_filter(config, table.shards)
+        source = Source(config, table, sizes=sizes, tokenizer=tokenizer.fingerprint, left_out=left_out)
         _check_members(config, table)
         if 0 < len(source) <= COUNTED_ROWS:
-            _tell_unusable(source)
+            _tell_left_out(source)
     except (ConfigError, ShardError) as error:
         place = f"{where}, {error.where}" if error.where else where
         raise ConfigError(error.what, where=place, fix=error.fix) from error
@@ -301,10 +304,23 @@ def _check_members(config: SourceConfig, table: ShardTable) -> None:
             )
 
 
-def _tell_unusable(source: Source) -> None:
-    reasons = source.count_unusable()
-    if reasons:
-        shown = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+def _tell_left_out(source: Source) -> None:
+    counts = count_left_out(source, max_rows=len(source))
+    if counts["unusable"]:
+        shown = "; ".join(f"{count} x {reason}" for reason, count in source.count_unusable().most_common(3))
         logger.warning(
-            "source %s: %d of %d samples are unusable: %s", source.name, reasons.total(), len(source), shown
+            "source %s: %d of %d samples are unusable: %s",
+            source.name,
+            counts["unusable"],
+            len(source),
+            shown,
         )
+    for reason, text in (("where", "its `where`"), ("deny", "deny-lists")):
+        if counts[reason]:
+            logger.info(
+                "source %s: %d of %d samples are left out by %s",
+                source.name,
+                counts[reason],
+                len(source),
+                text,
+            )

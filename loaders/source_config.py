@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from loaders.index import MODALITY_OF_SUFFIX, modality_of
 from loaders.weight import Weight
+from loaders.where import FieldKind, parse_where
+from loaders.where_columns import HAD_BY, OF_SAMPLE
+from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.sample import Modality
 
 
 class FieldConfig(BaseModel):
@@ -34,6 +39,11 @@ class FieldConfig(BaseModel):
         """The alternatives, lower case, in order of preference."""
         return tuple(self.member.lower().split("|"))
 
+    @property
+    def modalities(self) -> frozenset[Modality]:
+        """What the member may be."""
+        return frozenset(kind for suffix in self.suffixes if (kind := modality_of(suffix)) is not None)
+
 
 def _field_of_name(value: Any) -> Any:
     return {"member": value} if isinstance(value, str) else value
@@ -48,6 +58,11 @@ class FieldsLayout(BaseModel):
     fields: tuple[Annotated[FieldConfig, BeforeValidator(_field_of_name)], ...] = Field(
         min_length=1, description="Suffixes, or tables {member, loss}, in sequence order."
     )
+
+    @property
+    def kinds(self) -> tuple[FieldKind, ...]:
+        """The fields as ``where`` knows them."""
+        return tuple(FieldKind(item.suffixes, item.modalities) for item in self.fields)
 
 
 class SourceConfig(BaseModel):
@@ -70,3 +85,24 @@ class SourceConfig(BaseModel):
     epochs: int | None = Field(
         None, ge=1, description="Times that it is seen, then it leaves the mixture; unset: as order.epochs."
     )
+    where: str | None = Field(
+        None,
+        description="Condition that samples must satisfy, as 'height >= 64 and duration < 30'; names: "
+        f"{', '.join([*HAD_BY, *OF_SAMPLE[:1]])}. Part of the run's identity.",
+    )
+    deny: tuple[Path, ...] = Field(
+        (),
+        description="Samples to leave out: quarantine.jsonl of earlier runs, and lists of keys (one a line, "
+        "KEY or SHARD/KEY). Their content is part of the run's identity.",
+    )
+
+    @field_validator("where")
+    @classmethod
+    def _check_where(cls, where: str | None, info: ValidationInfo) -> str | None:
+        layout = info.data.get("layout")
+        if where is not None and layout is not None:
+            try:
+                parse_where(where, layout.kinds)
+            except ConfigError as error:
+                raise ValueError(f"{error.what} ({error.fix})") from error
+        return where

@@ -65,6 +65,9 @@ class RunConfig(Section):
         default_factory=dict,
         description="Weight of each group of sources, by path; forms as sources.N.weight.",
     )
+    deny: tuple[Path, ...] = Field(
+        (), description="Deny-lists of every source of the mixture, as sources.N.deny; not of held-out ones."
+    )
     order: OrderConfig = Field(description="Lanes, packs, look-ahead.")
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="Text to tokens.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Encoders and LLM.")

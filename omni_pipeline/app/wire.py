@@ -101,6 +101,9 @@ class Stream:
             # Not the end: a run that dropped the last samples may go on to see them.
             "order": self.order.model_dump(mode="json", exclude={"end"}),
             "sources": {source.name: source.fingerprint for source in self.sources},
+            "filters": {
+                source.name: source.filter.identity for source in self.sources if source.filter.identity
+            },
         }
 
 
@@ -137,7 +140,8 @@ def training_stream(config: RunConfig, tokenizer: Tokenizer) -> Stream:
     Raises:
         ConfigError: A source is missing, empty, or without an index.
     """
-    stream = _stream(config, config.sources, tokenizer, order=config.order, groups=config.groups)
+    sources = [source.model_copy(update={"deny": (*source.deny, *config.deny)}) for source in config.sources]
+    stream = _stream(config, sources, tokenizer, order=config.order, groups=config.groups)
     if not any(source.has_labels for source in stream.sources if stream.is_drawn(source.name)):
         raise ConfigError(
             "no source has text that is trained on, so there is nothing to learn",
@@ -250,8 +254,22 @@ def _stream(
     order: OrderConfig,
     groups: Mapping[str, Weight],
 ) -> Stream:
+    for source in sources:
+        _check_deny(source, RunDir(config.run.dir))
     opened = tuple(open_source(source, sizes=config.model.sizes, tokenizer=tokenizer) for source in sources)
     return Stream(order=order, sources=opened, configs=tuple(sources), groups=groups, seed=config.run.seed)
+
+
+def _check_deny(source: SourceConfig, folder: RunDir) -> None:
+    """Raise if a deny-list would grow while the run goes on, so that it could never be resumed."""
+    growing = {path.resolve() for path in (folder.quarantine_path, folder.quarantine_of(source.name))}
+    for path in source.deny:
+        if path.resolve() in growing:
+            raise ConfigError(
+                f"deny names this run's own quarantine, {path}, which grows while it runs",
+                where=f"source {source.name!r}",
+                fix="copy that file and name the copy, and start a new run.dir",
+            )
 
 
 def _vision_shape(model: ModelConfig) -> TransformerShape:

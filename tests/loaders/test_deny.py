@@ -54,7 +54,7 @@ def denied(folder: Path, files: dict[str, bytes | str]) -> tuple[DenyList, dict[
         paths[-1].write_bytes(content.encode() if isinstance(content, str) else content)
     found = read_deny_lists(paths, source="s", shards=SHARDS)
     by_shard = {
-        shard: [KEYS[int(place)].as_py() for place in np.flatnonzero(found.mask(shard, KEYS))]
+        shard: [KEYS[int(place)].as_py() for place in np.flatnonzero(found.mask(SHARDS[shard], KEYS))]
         for shard in range(3)
     }
     return found, by_shard
@@ -177,7 +177,10 @@ def test_lines_over_the_edge_of_a_block_stay_whole(tmp_path: Path, monkeypatch: 
         monkeypatch.setattr(deny, "_BLOCK_BYTES", block)
         found = read_deny_lists([path], source="s", shards=SHARDS)
         assert found.num_entries == 40, block
-        assert found.mask(0, pa.array([*keys, "key-040-\u00fc", "key"])).tolist() == [True] * 40 + [False] * 2
+        assert (
+            found.mask(SHARDS[0], pa.array([*keys, "key-040-\u00fc", "key"])).tolist()
+            == [True] * 40 + [False] * 2
+        )
         path.write_bytes("\n".join(keys).encode() + b"\n\xfe")
         with pytest.raises(ConfigError, match="line 41 is no UTF-8 text"):
             read_deny_lists([path], source="s", shards=SHARDS)
@@ -202,8 +205,10 @@ def test_exactly_the_listed_keys_are_denied(
     path.write_bytes("\n".join(lines).encode())
     found = read_deny_lists([path], source="s", shards=SHARDS)
     keys = sorted(wanted | others)
-    assert found.mask(0, pa.array(keys, pa.string())).tolist() == [key in wanted for key in keys]
-    assert found.mask(1, pa.array(keys, pa.string())).tolist() == [key in wanted - in_shard for key in keys]
+    assert found.mask(SHARDS[0], pa.array(keys, pa.string())).tolist() == [key in wanted for key in keys]
+    assert found.mask(SHARDS[1], pa.array(keys, pa.string())).tolist() == [
+        key in wanted - in_shard for key in keys
+    ]
     assert found.num_entries == len(wanted)
 
 
