@@ -9,7 +9,7 @@ rows that can be used.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -145,3 +145,13 @@ def count_left_out(source: SampleSource, *, max_rows: int) -> Counter[str]:
             if status != USABLE:
                 counts[REASONS[status]] += number
     return counts
+
+
+def describe_counts(counts: Mapping[str, int], left_out: Filter) -> str:
+    """Return in words what ``count_left_out`` found, as "3 left out by `height >= 64`, 1 by deny-lists"."""
+    condition = "" if left_out.where is None else left_out.where.text
+    texts = {"where": f"by `{condition}`", "deny": "by deny-lists", "unusable": "as unusable"}
+    found = [f"{counts[reason]} {text}" for reason, text in texts.items() if counts.get(reason)]
+    if not found:
+        return "none is left out"
+    return f"{found[0].replace(' ', ' left out ', 1)}" + "".join(f", {text}" for text in found[1:])

@@ -8,9 +8,10 @@ must be what it leaves out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
+from loaders.filters import Filter
 from loaders.loader_config import LoaderConfig
 from omni_pipeline.core.errors import StateMismatchError
 from omni_pipeline.core.state import check_head
@@ -27,6 +28,32 @@ def full_identity(order: Mapping[str, Any], config: LoaderConfig) -> dict[str, A
     How media are decoded changes the numbers that are trained on, though not the order.
     """
     return {**order, "loader": config.model_dump(include={"video_backend", "max_image_pixels"})}
+
+
+class Identified(Protocol):
+    """What the identity has of a source."""
+
+    @property
+    def name(self) -> str:
+        """Unique among the sources of a run."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all that decides which samples its positions are."""
+        ...
+
+    @property
+    def filter(self) -> Filter:
+        """What it leaves out."""
+        ...
+
+
+def sources_identity(sources: Iterable[Identified]) -> dict[str, Any]:
+    """Return the part of the identity that is by source."""
+    every = list(sources)
+    filters = {source.name: source.filter.identity for source in every if source.filter.identity}
+    return {"sources": {source.name: source.fingerprint for source in every}, "filters": filters}
 
 
 def check_identity(
@@ -46,9 +73,7 @@ def check_identity(
         StateMismatchError: Another version, a setting that differs, or a source that changed.
     """
     saved = state.get("identity")
-    if not isinstance(saved, Mapping) or not all(
-        isinstance(saved.get(name, {}), Mapping) for name in _BY_SOURCE
-    ):
+    if not isinstance(saved, Mapping) or not _is_readable(saved):
         raise StateMismatchError(
             "state has no readable identity", where=where, fix="resume from another checkpoint"
         )
@@ -75,6 +100,15 @@ def step_and_lanes(state: Mapping[str, Any]) -> tuple[int, Mapping[str, Any]]:
     return step, lanes
 
 
+def _is_readable(identity: Mapping[str, Any]) -> bool:
+    sources, filters = (identity.get(name, {}) for name in _BY_SOURCE)
+    return (
+        isinstance(sources, Mapping)
+        and isinstance(filters, Mapping)
+        and all(isinstance(item, Mapping) for item in filters.values())
+    )
+
+
 def _check_filter(name: str, saved: Mapping[str, Any], present: Mapping[str, Any], *, where: str) -> None:
     for part, title, verb, shown in (
         ("where", "filter", "was", _condition),
@@ -98,7 +132,8 @@ def _condition(text: str | None) -> str:
 def _entries(deny: Any) -> str:
     if not isinstance(deny, Mapping):
         return "no entries"
-    return f"{deny.get('entries')} entries (digest {deny.get('digest')})"
+    number = deny.get("entries")
+    return f"{number} {'entry' if number == 1 else 'entries'} (digest {deny.get('digest')})"
 
 
 def _without_sources(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import numpy as np
 from loaders.batches import Batches
 from loaders.columns import MODALITIES, SizedBatch, Sizing
 from loaders.decode.text import Tokenizer
-from loaders.filters import Filter, count_left_out, open_filter
+from loaders.filters import Filter, count_left_out, describe_counts, open_filter
 from loaders.fitting import PackSizes
 from loaders.index import member_name
 from loaders.index_file import BATCH_ROWS, IndexFile
@@ -305,7 +305,13 @@ def _check_members(config: SourceConfig, table: ShardTable) -> None:
 
 
 def _tell_left_out(source: Source) -> None:
+    """Log how many rows are left out, and why; raise if the filter leaves none."""
     counts = count_left_out(source, max_rows=len(source))
+    if source.filter.identity and counts.total() == len(source):
+        raise ConfigError(
+            f"no sample is left: of {len(source)}, {describe_counts(counts, source.filter)}",
+            fix="widen its `where` and deny-lists, or take the source out",
+        )
     if counts["unusable"]:
         shown = "; ".join(f"{count} x {reason}" for reason, count in source.count_unusable().most_common(3))
         logger.warning(
@@ -315,12 +321,7 @@ def _tell_left_out(source: Source) -> None:
             len(source),
             shown,
         )
-    for reason, text in (("where", "its `where`"), ("deny", "deny-lists")):
-        if counts[reason]:
-            logger.info(
-                "source %s: %d of %d samples are left out by %s",
-                source.name,
-                counts[reason],
-                len(source),
-                text,
-            )
+    if counts["where"] or counts["deny"]:
+        logger.info(
+            "source %s: of %d samples, %s", source.name, len(source), describe_counts(counts, source.filter)
+        )

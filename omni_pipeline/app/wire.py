@@ -18,6 +18,7 @@ from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
 from loaders.decode.text import Tokenizer, load_tokenizer
+from loaders.identity import sources_identity
 from loaders.mixture import Mixture, Moment
 from loaders.order import Order, OrderConfig
 from loaders.source import Source, open_source
@@ -100,10 +101,7 @@ class Stream:
             "seed": self.seed,
             # Not the end: a run that dropped the last samples may go on to see them.
             "order": self.order.model_dump(mode="json", exclude={"end"}),
-            "sources": {source.name: source.fingerprint for source in self.sources},
-            "filters": {
-                source.name: source.filter.identity for source in self.sources if source.filter.identity
-            },
+            **sources_identity(self.sources),
         }
 
 

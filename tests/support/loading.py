@@ -13,6 +13,7 @@ from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
 from loaders.decode.text import ByteTokenizer
+from loaders.identity import sources_identity
 from loaders.index import index_shards
 from loaders.loader import OmniLoader
 from loaders.loader_config import LoaderConfig
@@ -88,7 +89,7 @@ def open_data(folder: Path, **suffixes: str) -> Data:
 
 def identity_of(sources: Iterable[Source], *, seed: int = 7) -> dict[str, Any]:
     """As the run makes it."""
-    return {"seed": seed, "sources": {source.name: source.fingerprint for source in sources}}
+    return {"seed": seed, **sources_identity(sources)}
 
 
 def make_loader(
