@@ -8,8 +8,8 @@ of that shard only.
 
 A shard is known by its whole path, else by its file name, so that shards may move between runs. A key is
 kept as a hash of 64 bits (its 8-byte words stirred one by one by the finalizer of SplitMix64: Steele, Lea,
-Flood 2014), in sorted arrays: 8 bytes per key, 80 MB for ten million. A sample that
-no file names is denied with chance ``entries / 2**64``.
+Flood 2014), in sorted arrays: 8 bytes per key, 80 MB for ten million, three times that while they are read.
+A sample that no file names is denied with chance ``entries / 2**64``.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class DenyList:
 
 
 def read_deny_lists(files: Sequence[Path], *, source: str, shards: Sequence[str]) -> DenyList:
-    """Return what ``files`` deny of the source, whose shards these are; some 2 s per million keys.
+    """Return what ``files`` deny of the source, whose shards these are; about 1 s per million keys.
 
     Raises:
         ConfigError: A file is missing or cannot be read, a list is no UTF-8 (names the line), or a
