@@ -332,7 +332,12 @@ def test_what_cannot_be_calculated_holds_nowhere() -> None:
         assert kept(text, ["jpg"], rows) == [False, False], text
     for text in ("5 > jpg.height", "jpg.height < 5", "5 < 6 > jpg.height"):
         assert kept(text, ["jpg"], [{}, rows[0]]) == [False, True], text
-    assert kept("-height == -5 and +height == 5", ["jpg"], rows) == [False, True]
+
+
+def test_signs_are_those_of_numbers() -> None:
+    rows = [{0: picture(3)}, {0: picture(5)}]
+    assert kept("0 - 5 == -height and +height == 5", ["jpg"], rows) == [False, True]
+    assert kept("height - 8 in [-5, 1]", ["jpg"], rows) == [True, False]
 
 
 @pytest.mark.parametrize(
