@@ -102,10 +102,19 @@ class StepRecorder:
     def _sums_of_groups(self, batch: Batch | None) -> dict[str, float]:
         """Numbers that all members of a group know alike: the first one speaks for it."""
         speaks = self.groups.rank == self.groups.members[0]
-        left = {} if batch is None else batch.left
+        heard = batch if speaks else None
+        counts = {
+            LEFT: {} if heard is None else heard.left,
+            "loader/dropped/": {} if heard is None else heard.dropped,
+            "loader/filtered/": {} if heard is None else heard.filtered,
+        }
         return {
-            "loader/empty_packs": batch.num_empty_packs if batch is not None and speaks else 0,
-            **{f"{LEFT}{name}": left.get(name, 0) if speaks else 0 for name in self.sources},
+            "loader/empty_packs": 0 if heard is None else heard.num_empty_packs,
+            **{
+                f"{prefix}{name}": of_source.get(name, 0)
+                for prefix, of_source in counts.items()
+                for name in self.sources
+            },
         }
 
     def _derived(self, result: StepResult, reduced: dict[str, float]) -> dict[str, float]:

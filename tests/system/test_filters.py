@@ -43,6 +43,9 @@ def test_a_quarantine_becomes_a_deny_list_and_a_filter_stays_what_it_was(tmp_pat
     assert sum(metrics["loader/samples/captions"][1]) == 20
     assert sum(metrics["loader/samples/talks"][1]) == 10
     assert sum(metrics["loader/samples/clips"][1]) == 6
+    left_out = {name: sum(metrics[f"loader/filtered/{name}"][1]) for name in ("captions", "talks", "clips")}
+    assert left_out == {"captions": 6, "talks": 0, "clips": 0}
+    assert sum(metrics["loader/dropped/captions"][1]) == 0
     before = losses(tmp_path / "2")
 
     other = omni("train", run_file, *filtered, "--sources.0.where", "width >= 84")
