@@ -24,9 +24,9 @@ from omni_pipeline.app.wire import training_stream
 from omni_pipeline.core.config import load_config, validate
 from omni_pipeline.core.errors import ConfigError, StateMismatchError
 from omni_pipeline.core.sample import SampleId
-from tests.support.loading import BROKEN_KEY, SIZES, Data, content, make_loader
+from tests.support.loading import BROKEN_KEY, SIZES, Data, content, make_data, make_loader
 from tests.support.runs import make_run
-from tests.support.shards import audio_bytes, image_bytes, video_bytes, write_tar
+from tests.support.shards import audio_bytes, caption_members, image_bytes, video_bytes, write_tar
 
 BYTES = ByteTokenizer()
 
@@ -317,3 +317,26 @@ def test_the_quarantine_that_a_run_writes_is_no_deny_list_of_it(tmp_path: Path) 
         "  where: source 'captions'\n"
         "  fix:   copy that file and name the copy, and start a new run.dir"
     )
+
+
+def test_a_picture_too_long_for_the_model_is_left_out_at_plan_time_and_recorded_unless_denied(
+    tmp_path: Path,
+) -> None:
+    """Known fault: it stops training in mid-run (2U1/Qwen-VL-Series-Finetune#133)."""
+    data = make_data(tmp_path / "data", broken=False, num_captions=5)
+    members = {**caption_members(4), "long.jpg": image_bytes(2, 500), "long.txt": b"x"}
+    shard = data.sources[0].shards[0]
+    write_tar(Path(shard), members)
+    index_shards([shard])
+    data = filtered(data)
+    recorded = tmp_path / "1" / "quarantine.jsonl"
+    counts = seen(data, quarantine=recorded)
+    assert {row.row for row in counts if row.source == "captions"} == {0, 1, 2, 3}
+    records = [json.loads(line) for line in recorded.read_text().splitlines()]
+    assert [(item["key"], item["stage"], item["reason"]) for item in records] == [
+        ("long", "plan", "aspect ratio of 2 x 500 pixels is above 200")
+    ]
+    (tmp_path / "keys.txt").write_text("long")
+    quiet = tmp_path / "2" / "quarantine.jsonl"
+    assert seen(filtered(data, deny=[tmp_path / "keys.txt"]), quarantine=quiet) == counts
+    assert not quiet.exists()
