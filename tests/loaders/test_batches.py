@@ -16,17 +16,14 @@ import pytest
 
 from loaders import batches as batches_module
 from loaders.batches import Recent
-from loaders.columns import SizedBatch, StatusArray
 from loaders.decode.text import ByteTokenizer
 from loaders.fitting import DENIED, FILTERED, UNUSABLE, USABLE
 from loaders.index import index_shards
 from loaders.index_file import BATCH_ROWS, index_path, open_index
-from loaders.index_rows import ShardIndex
-from loaders.manifest import find_shards
-from loaders.source import Source, open_source
+from loaders.source import open_source
 from loaders.source_config import SourceConfig
 from omni_pipeline.core.errors import ConfigError, ShardError
-from omni_pipeline.core.sizes import IntArray, ModelSizes
+from omni_pipeline.core.sizes import ModelSizes
 from tests.support.shards import write_tar
 
 SIZES = ModelSizes()
@@ -178,20 +175,16 @@ def test_a_shard_that_changes_under_a_source_is_refused(tmp_path: Path) -> None:
         source.sample(0)
 
 
-def test_a_screen_leaves_out_rows_and_never_moves_any(tmp_path: Path) -> None:
+def test_a_filter_leaves_out_rows_and_never_moves_any(tmp_path: Path) -> None:
     members = {f"{n}.txt": b"x" * n for n in range(5)} | {"5.json": b"{}"}
     path = write_tar(tmp_path / "0.tar", members)
     index_shards([str(path)])
 
-    def screen(index: ShardIndex, members: Sequence[IntArray], batch: SizedBatch) -> StatusArray:
-        denied = np.array([key == "1" for key in index.keys.to_pylist()])
-        long = index.numbers["num_chars"][members[0]] > 3
-        assert (batch.segments[0]["num_tokens"][:5] == np.arange(5)).all()
-        return np.where(denied, DENIED, np.where(long, FILTERED, USABLE)).astype(np.int8)
-
-    source = Source(
-        config_of(str(path)), find_shards(str(path)), sizes=SIZES, tokenizer="bytes-1", screen=screen
+    (tmp_path / "keys.txt").write_text("1")
+    config = config_of(str(path)).model_copy(
+        update={"where": "num_chars <= 3", "deny": (tmp_path / "keys.txt",)}
     )
+    source = open_source(config, SIZES, ByteTokenizer())
     sizes = source.sizes(np.arange(6))
     assert sizes.status.tolist() == [USABLE, DENIED, USABLE, USABLE, FILTERED, UNUSABLE]
     assert sizes.tokens.tolist()[:5] == [1, 2, 3, 4, 5]
