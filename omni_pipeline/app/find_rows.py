@@ -109,9 +109,10 @@ def _left_out(source: Source, ordinal: int, order: OrderConfig) -> str:
     sizes = source.sizes(np.array([ordinal], dtype=np.int64))
     status = int(sizes.status[0])
     if status == FILTERED:
-        return "left out by the source's `where`"
+        condition = source.filter.where
+        return f"left out by `where`: {condition.text if condition else ''}"
     if status == DENIED:
-        return "on a deny-list"
+        return f"named by a deny-list of source {source.name}"
     if status == UNUSABLE:
         return source.problem(ordinal)
     return misfit(

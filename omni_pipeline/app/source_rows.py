@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from loaders.filters import count_left_out
 from loaders.mixture import Moment
 from loaders.order import Order
+from loaders.source import COUNTED_ROWS
 from omni_pipeline.app.wire import Stream
 
 
@@ -16,20 +18,22 @@ class SourceRow:
     Args:
         name: Of the source.
         num_rows: Rows of its indexes, usable or not.
-        left_out: Rows passed by since the state that the order was followed from, by reason.
+        num_counted: The first of them, of which ``left_out`` is counted.
+        left_out: Rows that are never drawn, by reason ("where", "deny", "unusable").
         share: Its share of the mixture, before sources that are used up are taken out.
         epoch: Epochs that these lanes have drawn, on average.
     """
 
     name: str
     num_rows: int
+    num_counted: int
     left_out: dict[str, int]
     share: float
     epoch: float
 
 
 def source_rows(stream: Stream, order: Order, *, step: int) -> list[SourceRow]:
-    """Return one row per source, by name, for ``order`` after it has given ``step``; reads no index."""
+    """Return one row per source, by name, for ``order`` after it has given ``step``."""
     lanes = order.state_dict()
     tokens = sum(lane["tokens"] for lane in lanes.values()) * stream.order.lanes // max(1, len(lanes))
     shares = stream.mixture.shares(Moment(step, tokens))
@@ -38,6 +42,14 @@ def source_rows(stream: Stream, order: Order, *, step: int) -> list[SourceRow]:
         lane_order = order.lane_order(source.name)
         drawn = sum(lane["sources"][source.name]["position"] for lane in lanes.values())
         owned = sum(lane_order.run_length(int(lane)) for lane in lanes) / lane_order.epochs_per_round
-        left_out = {reason: count for (name, reason), count in order.left_out.items() if name == source.name}
-        rows.append(SourceRow(source.name, sum(source.shard_sizes), left_out, share, drawn / max(owned, 1)))
+        rows.append(
+            SourceRow(
+                name=source.name,
+                num_rows=len(source),
+                num_counted=min(len(source), COUNTED_ROWS),
+                left_out=dict(count_left_out(source, max_rows=COUNTED_ROWS)),
+                share=share,
+                epoch=drawn / max(owned, 1),
+            )
+        )
     return rows

@@ -151,10 +151,10 @@ def _print_samples(console: Console, group: ExplainedGroup) -> None:
 def _print_sources(console: Console, explained: ExplainedStep) -> None:
     table = _table("sources after the step", ["source"], ["rows", "left out", "share", "epoch"])
     for row in explained.sources:
-        left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(row.left_out.items()))
-        table.add_row(
-            escape(row.name), str(row.num_rows), left_out or "0", f"{row.share:.3f}", f"{row.epoch:.2f}"
-        )
+        left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(row.left_out.items())) or "0"
+        if row.num_counted < row.num_rows:
+            left_out += f" of the first {row.num_counted}"
+        table.add_row(escape(row.name), str(row.num_rows), left_out, f"{row.share:.3f}", f"{row.epoch:.2f}")
     console.print(table)
 
 

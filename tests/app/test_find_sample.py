@@ -178,13 +178,18 @@ def test_a_sample_that_is_not_seen_in_the_run_is_looked_for_after_its_end(run_fi
     assert late
 
 
-def test_what_is_never_drawn_says_why(run_file: Path) -> None:
+def test_what_is_never_drawn_says_why(run_file: Path, tmp_path: Path) -> None:
     def note(*flags: str) -> str:
         (history,) = find_sample(config_of(run_file, *flags), "captions/000011").samples
         assert not history.visits
         return history.note
 
     assert note("--order.seq_len", "25") == "never drawn: 32 tokens, limit 25 (order.seq_len)"
+    condition = "num_tokens < 30"
+    assert note("--sources.0.where", condition) == f"never drawn: left out by `where`: {condition}"
+    denied = tmp_path / "denied.txt"
+    denied.write_text("000011\n")
+    assert note("--sources.0.deny", f'["{denied}"]') == "never drawn: named by a deny-list of source captions"
     assert note("--sources.0.weight", "0") == "never drawn: its source has weight 0 throughout"
 
 

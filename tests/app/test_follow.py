@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from omni_pipeline.app.explain import explain_step
 from omni_pipeline.app.run_dir import RunDir
+from omni_pipeline.app.wire import build_tokenizer, training_stream
 from omni_pipeline.core.errors import ConfigError
 from tests.support.run_folder import config_of, load_steps
 from tests.support.runs import make_run
@@ -68,6 +70,33 @@ def test_steps_after_the_end_are_planned_with_a_note_and_failures_of_the_step_ar
     explained = explain_step(config_of(run_file), step=12, world_size=1)
     assert "the run ends before step 12: run.steps = 12" in explained.notes
     assert explained.groups[0].plan.packs
+
+
+def test_sources_say_how_far_they_are_and_what_they_leave_out(run_file: Path) -> None:
+    explained = explain_step(
+        config_of(run_file, "--sources.0.where", "num_tokens < 30"), step=9, world_size=1
+    )
+    rows = {row.name: row for row in explained.sources}
+    assert {name: (row.num_rows, row.share) for name, row in rows.items()} == {
+        "captions": (26, 0.5),
+        "clips": (6, pytest.approx(0.2)),
+        "talks": (10, pytest.approx(0.3)),
+    }
+    assert rows["captions"].left_out.keys() == {"where"}
+    assert 0 < rows["captions"].left_out["where"] < 26
+    assert not rows["talks"].left_out
+    lanes = follow_lanes(run_file, 10)
+    drawn = sum(lane["sources"]["talks"]["position"] for lane in lanes.values())
+    assert explain_step(config_of(run_file), step=9, world_size=1).sources[2].epoch == drawn / 10
+
+
+def follow_lanes(run_file: Path, num_steps: int) -> dict[str, Any]:
+    config = config_of(run_file)
+    stream = training_stream(config, build_tokenizer(config))
+    order = stream.order_of_lanes(range(config.order.lanes))
+    for step in range(num_steps):
+        order.next_step(step)
+    return order.state_dict()
 
 
 def test_packs_that_stay_empty_are_told(run_file: Path) -> None:
