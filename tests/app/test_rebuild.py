@@ -44,8 +44,8 @@ def run_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_broken_run(tmp_path_factory.mktemp("rebuild"))
 
 
-def config_in(folder: Path, run_file: Path) -> RunConfig:
-    return config_of(run_file, "--run.dir", str(folder), "--loader.max_bad_fraction", "1")
+def config_in(folder: Path, run_file: Path, *flags: str) -> RunConfig:
+    return config_of(run_file, "--run.dir", str(folder), "--loader.max_bad_fraction", "1", *flags)
 
 
 def trained(batch: Batch) -> list[object]:
@@ -53,11 +53,14 @@ def trained(batch: Batch) -> list[object]:
     return content(batch)[:-1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("world_size", "flags"),
+    [(1, ()), (2, ()), (4, ()), (2, ("--order.bucketing", "{boundaries = [16, 32]}"))],
+)
 def test_every_rank_gets_the_same_bits_again_from_the_start_and_from_a_checkpoint(
-    run_file: Path, tmp_path: Path, world_size: int
+    run_file: Path, tmp_path: Path, world_size: int, flags: tuple[str, ...]
 ) -> None:
-    config = config_in(tmp_path / "run", run_file)
+    config = config_in(tmp_path / "run", run_file, *flags)
     steps = load_steps(config, 6, world_size=world_size, checkpoints=(3,))
     # Without metrics no step counts as trained, so each rank meets the failures by itself, as at first.
     folder = RunDir(config.run.dir)
