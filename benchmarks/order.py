@@ -106,7 +106,7 @@ def main(*, steps: int, lanes: int, packs_per_step: int, seq_len: int, repeats: 
         "pack_fill": round(sum(pack.num_tokens for pack in packs) / (seq_len * len(packs)), 4),
         "samples_per_pack": round(sum(len(pack.samples) for pack in packs) / len(packs), 2),
     }
-    result["buckets"] = measure_buckets(config, sources, steps=steps)
+    result["buckets"] = measure_buckets(config, sources, steps=steps, repeats=repeats)
     for name, value in result.items():
         click.echo(f"{name}: {value}", err=as_json)
     if as_json:
@@ -126,15 +126,19 @@ def measure_rate(
     return rates, packs
 
 
-def measure_buckets(config: OrderConfig, sources: Sequence[PooledSource], *, steps: int) -> dict[str, float]:
+def measure_buckets(
+    config: OrderConfig, sources: Sequence[PooledSource], *, steps: int, repeats: int
+) -> dict[str, float]:
     """Return speed, fill and padding of the same samples in buckets of like shares of the tokens."""
     bucketing = BucketingConfig(quantiles=16)
     config = config.model_copy(update={"bucketing": bucketing, "look_ahead": 4 * config.look_ahead})
     order = Order(config, sources=sources, weights=WEIGHTS, seed=0, lanes=range(config.lanes))
-    rates, packs = measure_rate(order, first_step=0, steps=steps, repeats=1)
+    for step in range(10):
+        order.next_step(step)
+    rates, packs = measure_rate(order, first_step=10, steps=steps, repeats=repeats)
     num_tokens = sum(pack.num_tokens for pack in packs)
     return {
-        "samples_per_s": round(rates[0]),
+        "samples_per_s": round(statistics.median(rates)),
         "pack_fill": round(num_tokens / (config.seq_len * len(packs)), 4),
         "padding": round(1 - num_tokens / sum(pack.num_positions for pack in packs), 4),
         "one_bucket_padding": round(
