@@ -98,11 +98,15 @@ class LanePacker:
     @property
     def exhausted(self) -> bool:
         """Whether the buffer is empty and no source that is drawn at this step or later has samples left."""
-        return not len(self._buffer) and self._mixture.drawn_from(self._moment) <= self._used_up()
+        if len(self._buffer):
+            return False
+        # A weight that comes with tokens never does in a lane that has nothing to draw until then.
+        now = self._at(self._moment.step)
+        return self._mixture.drawn_from(now, tokens_stand_still=True) <= self._used_up()
 
     def begin_step(self, step: int) -> None:
         """Take the shares of ``step``; to be called before its first pack."""
-        self._moment = Moment(step, self._tokens * self._config.lanes)
+        self._moment = self._at(step)
         self._set_shares()
 
     def next_pack(self) -> tuple[int, list[Entry]]:
@@ -204,6 +208,9 @@ class LanePacker:
         if self._buckets is None:
             return PackBuffer(budgets, look_ahead=look_ahead)
         return BucketBuffer(self._buckets, budgets, look_ahead=look_ahead)
+
+    def _at(self, step: int) -> Moment:
+        return Moment(step, self._tokens * self._config.lanes)
 
     def _draw(self) -> Entry | None:
         """Draw the next sample; None when no source has one."""

@@ -120,13 +120,22 @@ class Mixture:
             self._cached = (key, tuple(shares))
         return self._cached[1]
 
-    def drawn_from(self, at: Moment) -> frozenset[int]:
-        """Return the indices of the sources that have a share at this moment or can get one later."""
+    def drawn_from(self, at: Moment, *, tokens_stand_still: bool = False) -> frozenset[int]:
+        """Return the indices of the sources that have a share at this moment or can get one later.
+
+        Args:
+            at: When.
+            tokens_stand_still: Nothing is drawn any more, so that only steps go on.
+        """
         return frozenset(
             index
             for index, curves in enumerate(self._curves)
             if all(
-                _is_ever_positive([c for c in curves if c.clock == clock], _now(clock, at))
+                _is_ever_positive(
+                    [c for c in curves if c.clock == clock],
+                    _now(clock, at),
+                    stands_still=tokens_stand_still and clock == "tokens",
+                )
                 for clock in _CLOCKS
             )
         )
@@ -171,8 +180,10 @@ def _now(clock: Clock, at: Moment) -> int:
     return at.step if clock == "steps" else at.tokens
 
 
-def _is_ever_positive(curves: Collection[Curve], now: int) -> bool:
-    """Whether at some time from ``now`` on all curves are above 0 at once."""
+def _is_ever_positive(curves: Collection[Curve], now: int, *, stands_still: bool) -> bool:
+    """Whether at some time from ``now`` on, or just then, all curves are above 0 at once."""
+    if stands_still:
+        return all(curve(now) > 0 for curve in curves)
     ahead = sorted({now, *(point for curve in curves for point in curve.at if point > now)})
     between = [(first + second) // 2 for first, second in itertools.pairwise(ahead)]
     return any(all(curve(time) > 0 for curve in curves) for time in (*ahead, *between))

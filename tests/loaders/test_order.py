@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from loaders.drawable import check_drawable
 from loaders.fitting import FILTERED, UNUSABLE, PackSizes
 from loaders.order import Order, OrderConfig, SampleSource, merge_states, restrict
-from loaders.weight import Weight
+from loaders.weight import Weight, WeightTable
 from omni_pipeline.core.errors import ConfigError, DataError, StateMismatchError
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, SampleId, Segment
@@ -262,6 +262,20 @@ def test_an_endless_order_is_never_exhausted() -> None:
     for step in range(20):
         assert all(pack.samples for pack in order.next_step(step))
     assert not order.exhausted
+
+
+def test_a_source_that_would_come_with_tokens_that_never_come_does_not_keep_the_run_alive() -> None:
+    never, soon = (
+        WeightTable(points=((0, 0.0), (1000, value), (10**9, 1.0)), over="tokens", curve="constant")
+        for value in (0.0, 1.0)
+    )
+    sources = [text_source("now", [9], [100]), text_source("later", [9], [100])]
+    order = build(config(epochs=1), sources, weights={"now": 1, "later": never})
+    assert {found.source for step in ends(order) for found in ids(step)} == {"now"}
+    by_tokens = build(config(epochs=1), sources, weights={"now": 1, "later": soon})
+    assert {found.source for step in ends(by_tokens) for found in ids(step)} == {"now", "later"}
+    by_step = build(config(epochs=1), sources, weights={"now": 1, "later": [[0, 0], [30, 0], [31, 1]]})
+    assert {found.source for step in ends(by_step) for found in ids(step)} == {"now", "later"}
 
 
 def test_exhausted_state_is_kept_by_resume() -> None:
