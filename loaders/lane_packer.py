@@ -173,6 +173,8 @@ class LanePacker:
         saved = state["sources"]
         gone = sorted(set(saved) - set(names))
         self._number, self._tokens = int(state["number"]), int(state["tokens"])
+        # The step that was filled last: whether the lane is exhausted is asked before the next one begins.
+        self._moment = self._at(max(0, self._number // self._config.packs_per_lane - 1))
         for name, cursor in zip(names, self._cursors, strict=True):
             cursor.seek(int(saved[name]["position"]) if name in saved else 0)
         credit = [float(saved[name]["credit"]) if name in saved else 0.0 for name in names]

@@ -287,6 +287,17 @@ def test_exhausted_state_is_kept_by_resume() -> None:
     assert ids(again.next_step(99)) == []
 
 
+def test_exhausted_state_is_kept_by_resume_where_a_source_was_scheduled_away() -> None:
+    sources = [text_source("kept", [40], [100]), text_source("gone", [40], [100])]
+    weights: dict[str, Weight] = {"kept": 1, "gone": [[0, 1], [1, 0]]}
+    order = build(config(epochs=1), sources, weights=weights)
+    ends(order)
+    assert order.remaining()["gone"] > 0
+    again = build(config(epochs=1), sources, weights=weights)
+    again.load_state_dict(order.state_dict())
+    assert again.exhausted
+
+
 @pytest.mark.parametrize("unit", ["tokens", "samples"])
 def test_sources_get_their_share_of_tokens_or_samples(unit: str) -> None:
     sources = [text_source("long", [500], [90, 100]), text_source("short", [500], [10, 20, 30])]
