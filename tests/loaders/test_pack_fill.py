@@ -1,4 +1,4 @@
-"""Fill: packs of a realistic mixture are nearly full, under every budget, and look-ahead is what fills them."""
+"""Fill: packs of a realistic mixture are nearly full, under every budget; look-ahead is what fills them."""
 
 from __future__ import annotations
 
