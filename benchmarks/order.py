@@ -1,20 +1,26 @@
-"""How fast samples are ordered and packed, how full the packs are, and what a resume costs.
+"""How fast samples are ordered and packed, how full the packs are, and what a start and a resume cost.
 
     python -m benchmarks.order --json
 
 The mixture is plain text (log-normal lengths), image and caption, and long videos. Samples are made before
-the clock starts, so the numbers are those of lanes, mixture and packing alone. All is one thread without
-I/O, so times are CPU times of the process: other work on the machine does not count. The last line of
-``--json`` is one object: ``samples_per_s``, ``first_plan_ms`` (a new Order and its first step),
-``resume_ms`` (a new Order, a state loaded and the next step, at steps 10 and 10 million), ``pack_fill``
-(used / offered positions), and ``buckets``: the same in buckets, with ``padding`` (share of the positions
-taken), and ``one_bucket_padding``, were every sample padded to the whole sequence.
+the clock starts, so these numbers are those of lanes, mixture and packing alone; ``billion_samples`` is the
+same of one source of a billion rows that is opened shard by shard, in a process of its own (see
+``benchmarks.lazy_source``). All is one thread on one core for all lanes, so times are CPU times of the
+process: other work on the machine hardly counts. The last line of ``--json`` is one object:
+
+``samples_per_s`` (packed; median) and ``samples_per_s_spread``; ``first_plan_ms`` (a new Order and its first
+step); ``resume_ms`` (a new Order, a state loaded from JSON and the next step, at steps 10 and 10 million) and ``state_kb`` (that JSON); ``pack_fill`` (used / offered positions); ``rss_mb`` (resident memory of
+the process with the billion rows); ``buckets``: the same samples in buckets, with ``padding`` (share of the
+positions taken), and ``one_bucket_padding``, were every sample padded to the whole sequence.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +39,7 @@ from omni_pipeline.core.sizes import ModelSizes, media_rows, smart_resize
 
 WEIGHTS: dict[str, Weight] = {"text": 0.4, "captions": [[0, 0.4], [1000, 0.2]], "videos": 0.2}
 FAR_STEP = 10_000_000
+BILLION = 1_000_000_000
 SIZES = ModelSizes()
 
 
@@ -84,6 +91,9 @@ def main(*, steps: int, lanes: int, packs_per_step: int, seq_len: int, repeats: 
         lanes=lanes, packs_per_step=packs_per_step, seq_len=seq_len, max_patches=4 * seq_len, oversize="cut"
     )
     sources = make_sources()
+    # The collector would walk the ready-made samples again and again, which no run has.
+    gc.collect()
+    gc.freeze()
 
     def build() -> Order:
         return Order(config, sources=sources, weights=WEIGHTS, seed=0, lanes=range(lanes))
@@ -92,21 +102,24 @@ def main(*, steps: int, lanes: int, packs_per_step: int, seq_len: int, repeats: 
     for step in range(10):
         order.next_step(step)
     near = json.dumps(order.state_dict())
+    far = far_state(near)
     rates, packs = measure_rate(order, first_step=10, steps=steps, repeats=repeats)
+    billion = measure_billion(lanes=lanes)
     result = {
         "samples_per_s": round(statistics.median(rates)),
         "samples_per_s_spread": [round(min(rates)), round(max(rates))],
         "first_plan_ms": median_ms(lambda: build().next_step(0), repeats=repeats),
         "resume_ms": {
             "step_10": median_ms(lambda: resume(build(), near, step=10), repeats=repeats),
-            f"step_{FAR_STEP}": median_ms(
-                lambda: resume(build(), far_state(near), step=FAR_STEP), repeats=repeats
-            ),
+            f"step_{FAR_STEP}": median_ms(lambda: resume(build(), far, step=FAR_STEP), repeats=repeats),
         },
+        "state_kb": round(len(near) / 1e3, 1),
         "pack_fill": round(sum(pack.num_tokens for pack in packs) / (seq_len * len(packs)), 4),
         "samples_per_pack": round(sum(len(pack.samples) for pack in packs) / len(packs), 2),
+        "rss_mb": billion["end_rss_mb"],
+        "billion_samples": billion,
+        "buckets": measure_buckets(config, sources, steps=steps, repeats=repeats),
     }
-    result["buckets"] = measure_buckets(config, sources, steps=steps, repeats=repeats)
     for name, value in result.items():
         click.echo(f"{name}: {value}", err=as_json)
     if as_json:
@@ -119,11 +132,20 @@ def measure_rate(
     """Return samples per CPU second of each repeat of ``steps`` steps, and all packs made."""
     rates, packs = [], []
     for repeat in range(repeats):
+        first = first_step + repeat * steps
         started = time.process_time()
-        made = [pack for step in range(steps) for pack in order.next_step(first_step + repeat * steps + step)]
-        rates.append(sum(len(pack.samples) for pack in made) / (time.process_time() - started))
-        packs += made
+        made = [pack for step in range(first, first + steps) for pack in order.next_entries(step)]
+        rates.append(sum(len(pack.entries) for pack in made) / (time.process_time() - started))
+        packs += [order.pack_of(pack) for pack in made]
     return rates, packs
+
+
+def measure_billion(*, lanes: int) -> dict[str, float]:
+    """Return what ``benchmarks.lazy_source`` says of a source of a billion rows."""
+    command = [sys.executable, "-m", "benchmarks.lazy_source", "--rows", str(BILLION), "--json"]
+    done = subprocess.run([*command, "--lanes", str(lanes)], check=True, capture_output=True, text=True)
+    found: dict[str, dict[str, float]] = json.loads(done.stdout.splitlines()[-1])
+    return found[str(BILLION)]
 
 
 def measure_buckets(
