@@ -9,8 +9,9 @@ same of one source of a billion rows that is opened shard by shard, in a process
 process: other work on the machine hardly counts. The last line of ``--json`` is one object:
 
 ``samples_per_s`` (packed; median) and ``samples_per_s_spread``; ``first_plan_ms`` (a new Order and its first
-step); ``resume_ms`` (a new Order, a state loaded from JSON and the next step, at steps 10 and 10 million) and ``state_kb`` (that JSON); ``pack_fill`` (used / offered positions); ``rss_mb`` (resident memory of
-the process with the billion rows); ``buckets``: the same samples in buckets, with ``padding`` (share of the
+step); ``resume_ms`` (a new Order, a state loaded from JSON and the next step, at steps 10 and 10 million)
+and ``state_kb`` (that JSON); ``pack_fill`` (used / offered positions); ``rss_mb`` (resident memory of the
+process with the billion rows); ``buckets``: the same samples in buckets, with ``padding`` (share of the
 positions taken), and ``one_bucket_padding``, were every sample padded to the whole sequence.
 """
 

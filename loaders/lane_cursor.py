@@ -10,6 +10,7 @@ rows.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ READY = 32
 """Entries that a cursor makes at once."""
 MOST_PASSED = 100_000_000
 """Rows of an endless source that a lane passes by before it gives up, where the source has that many."""
+
+
+# As Entry._make, in a third of the time: some thousand are made before the first step.
+_entry = functools.partial(tuple.__new__, Entry)
 
 
 class SampleSource(Protocol):
@@ -150,13 +155,19 @@ class LaneCursor:
 
     def entries(self, positions: Sequence[int]) -> list[Entry | None]:
         """Return the samples at ``positions``, wherever the cursor is; None for what cannot be drawn."""
-        ordinals = np.zeros(len(positions), dtype=np.int64)
-        for place in sorted(range(len(positions)), key=positions.__getitem__):
-            self._find_block(positions[place])
-            ordinals[place] = self._block[positions[place] - self._block_first]
+        wanted = np.asarray(positions, dtype=np.int64)
+        rising = np.sort(wanted)
+        in_order = np.zeros(len(rising), dtype=np.int64)
+        start = 0
+        while start < len(rising):
+            self._find_block(int(rising[start]))
+            end = int(np.searchsorted(rising, self._block_first + len(self._block)))
+            in_order[start:end] = self._block[rising[start:end] - self._block_first]
+            start = end
+        ordinals = in_order[np.searchsorted(rising, wanted)]
         sizes = self._source.sizes(ordinals)
         tokens, fits = fit(sizes, self._budgets, oversize=self._oversize)
-        found = self._make(np.asarray(positions, dtype=np.int64), ordinals, tokens, sizes)
+        found = self._make(wanted, ordinals, tokens, sizes)
         return [entry if is_drawable else None for entry, is_drawable in zip(found, fits, strict=True)]
 
     def _find_head(self) -> Entry | None:
@@ -205,7 +216,7 @@ class LaneCursor:
     ) -> list[Entry]:
         columns = (positions, ordinals, tokens, sizes.patches, sizes.mel_frames)
         rows = zip(itertools.repeat(self._index), *(column.tolist() for column in columns), strict=False)
-        return [Entry._make(row) for row in rows]
+        return list(map(_entry, rows))
 
     def _pass_by(self, start: int, end: int) -> None:
         """Count rows [start, end) of the block, and record those that nobody asked to leave out."""
