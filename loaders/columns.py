@@ -38,7 +38,7 @@ SegmentArray = npt.NDArray[np.void]
 StatusArray = npt.NDArray[np.int8]
 RAW_NAMES = ("height", "width", "num_frames", "duration_s", "sample_rate", "num_samples")
 _PLACES = {str(kind): place for place, kind in enumerate(MODALITIES)}
-_TEXT, _AUDIO = MODALITIES.index(Modality.TEXT), MODALITIES.index(Modality.AUDIO)
+TEXT, AUDIO = MODALITIES.index(Modality.TEXT), MODALITIES.index(Modality.AUDIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,14 +188,14 @@ def _pack_sizes(segments: Sequence[SegmentArray], is_good: npt.NDArray[np.bool_]
     for segment in segments:
         modality = segment["modality"]
         tokens += segment["num_tokens"]
-        is_text = modality == _TEXT
+        is_text = modality == TEXT
         if is_text.all():
             continue
         units = segment["time"].astype(np.int64) * segment["rows"] * segment["columns"]
-        is_audio = modality == _AUDIO
+        is_audio = modality == AUDIO
         mel_frames += units * is_audio
         patches += units * ~(is_audio | is_text)
     last = segments[-1]
-    cut = np.maximum(last["num_tokens"] - 1, 0) * (last["modality"] == _TEXT)
+    cut = np.maximum(last["num_tokens"] - 1, 0) * (last["modality"] == TEXT)
     status = np.where(is_good, USABLE, UNUSABLE).astype(np.int8)
     return PackSizes(tokens, tokens - cut, patches, mel_frames, status)
