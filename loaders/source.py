@@ -28,11 +28,16 @@ from loaders.index_rows import DIGEST_BYTES
 from loaders.manifest import ShardTable, find_shards
 from loaders.source_config import FieldConfig, SourceConfig
 from omni_pipeline.core.errors import ConfigError, ShardError
-from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
+from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment, quick_constructor
 from omni_pipeline.core.sizes import IntArray, ModelSizes
 
 logger = logging.getLogger(__name__)
 
+_make_id, _make_segment, _make_sample = (
+    quick_constructor(SampleId),
+    quick_constructor(Segment),
+    quick_constructor(Sample),
+)
 SHOWN_NAMES = 8
 COUNTED_ROWS = 1 << 16
 """Rows of a source up to which opening it looks at all of them, to tell how many are unusable."""
@@ -151,8 +156,8 @@ class Source:
                 for column, loss in zip(batch.segments, self._losses, strict=True)
             ]
         )
-        return Sample(
-            SampleId(self.name, shard, row),
+        return _make_sample(
+            _make_id(self.name, shard, row),
             key,
             batch.shard,
             segments,
@@ -227,9 +232,9 @@ class Source:
         return digest.hexdigest()
 
 
-def _segment(values: tuple[Any, ...], suffixes: Sequence[str], key: str, *, loss: bool) -> Segment:
+def _segment(values: Any, suffixes: Sequence[str], key: str, *, loss: bool) -> Segment:
     kind, suffix, offset, length, time, rows, columns, num_rows, num_tokens = values
-    return Segment(
+    return _make_segment(
         MODALITIES[kind],
         member_name(key, suffixes[suffix]),
         offset,

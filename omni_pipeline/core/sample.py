@@ -6,8 +6,13 @@ about one training item; the bytes stay where they are until the rank that needs
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, make_dataclass
 from enum import StrEnum
+from typing import Any, ParamSpec, TypeVar
+
+FieldsT = ParamSpec("FieldsT")
+FrozenT = TypeVar("FrozenT")
 
 
 class Modality(StrEnum):
@@ -102,3 +107,20 @@ class Sample:
     segments: tuple[Segment, ...] = field(repr=False)
     num_tokens: int
     num_labels: int
+
+
+def quick_constructor(kind: Callable[FieldsT, FrozenT]) -> Callable[FieldsT, FrozenT]:
+    """Return a constructor of a frozen dataclass with slots that takes half the time of its own.
+
+    Its own fills the fields through ``object.__setattr__``, past the guard of the class. This fills those of
+    an open class of the same slots, then makes the result an instance of ``kind``. It knows no defaults.
+    """
+    names = [item.name for item in fields(kind)]  # type: ignore[arg-type]
+    open_kind: Any = make_dataclass("_Open", names, slots=True, eq=False, repr=False)
+
+    def make(*values: FieldsT.args, **named: FieldsT.kwargs) -> FrozenT:
+        made: FrozenT = open_kind(*values, **named)
+        made.__class__ = kind  # type: ignore[assignment]
+        return made
+
+    return make
