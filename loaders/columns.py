@@ -6,7 +6,7 @@ place of a size, one that may not be used a status: ``Screen`` is the place for 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -36,9 +36,13 @@ SEGMENT = np.dtype(
 """One field of one sample; the names are those of ``core.sample.Segment``, its grid in three parts."""
 SegmentArray = npt.NDArray[np.void]
 StatusArray = npt.NDArray[np.int8]
-RAW_NAMES = ("height", "width", "num_frames", "duration_s", "sample_rate", "num_samples")
+TEXT = MODALITIES.index(Modality.TEXT)
+_RAW = {
+    Modality.IMAGE: ("height", "width"),
+    Modality.VIDEO: ("height", "width", "num_frames", "duration_s"),
+    Modality.AUDIO: ("num_samples", "sample_rate"),
+}
 _PLACES = {str(kind): place for place, kind in enumerate(MODALITIES)}
-TEXT, AUDIO = MODALITIES.index(Modality.TEXT), MODALITIES.index(Modality.AUDIO)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,46 +90,74 @@ class Sizing:
     screen: Screen | None = None
 
     def __call__(self, index: ShardIndex) -> SizedBatch:
-        """Return the rows of ``index``, sized; about 0.2 ms per thousand."""
+        """Return the rows of ``index``, sized; about 0.1 ms per thousand that all have the same members."""
         rows = _Rows(index)
-        members = [rows.find_members(wanted) for wanted in self.fields]
-        segments = tuple(self._size(rows, found) for found in members)
-        sizes = _pack_sizes(segments, rows.is_good)
+        found = [rows.find(wanted) for wanted in self.fields]
+        segments = tuple([self._size(rows, members) for members in found])
+        sizes = rows.pack_sizes()
         batch = SizedBatch(index.shard, index.keys, tuple(rows.suffixes), segments, sizes, rows.problems)
         if self.screen is None:
             return batch
-        status = self.screen(index, members, batch)
+        status = self.screen(index, [item.members for item in found], batch)
         status[~rows.is_good & (status != DENIED)] = UNUSABLE
         return replace(batch, sizes=replace(sizes, status=status))
 
-    def _size(self, rows: _Rows, members: IntArray) -> SegmentArray:
-        """Return the segments that ``members`` fill; those of rows that are not good mean nothing."""
-        index = rows.index
-        segments = np.zeros(len(members), dtype=SEGMENT)
-        held = np.maximum(members, 0)
-        modality = np.where(members >= 0, rows.modalities[held], -1)
-        segments["modality"] = modality
+    def _size(self, rows: _Rows, found: _Found) -> SegmentArray:
+        """Return the segments that ``found`` fills; those of rows that are not good mean nothing."""
+        numbers, held = rows.index.numbers, found.held
+        segments = np.zeros(len(found.members), dtype=SEGMENT)
+        segments["modality"] = found.modality
         segments["suffix"] = rows.suffix_codes[held]
-        segments["offset"] = index.numbers["offset"][held]
-        segments["length"] = index.numbers["length"][held]
-        for code, kind in enumerate(MODALITIES):
-            picked = np.flatnonzero((modality == code) & rows.is_good)
-            if not len(picked):
-                continue
-            # All rows are of one modality in most batches, and a slice is many times faster.
-            places: slice | IntArray = slice(None) if len(picked) == len(members) else picked
-            wanted = held[places]
+        segments["offset"] = numbers["offset"][held]
+        segments["length"] = numbers["length"][held]
+        rows.cut[:] = 0
+        for kind, places in found.by_modality(rows.is_good):
+            wanted = held if isinstance(places, slice) else found.members[places]
             if kind is Modality.TEXT:
-                tokens = index.tokens[self.tokenizer][wanted].astype(np.int64)
+                tokens = rows.index.tokens[self.tokenizer][wanted].astype(np.int64)
                 _fill(segments, places, (tokens, 1, 1), 0, tokens)
+                rows.tokens[places] += tokens
+                rows.cut[places] = np.maximum(tokens - 1, 0)
                 continue
-            raw = {name: index.numbers[name][wanted] for name in RAW_NAMES}
-            grids, failed = media_grids(kind, raw, self.sizes)
+            grids, failed = media_grids(
+                kind, {name: numbers[name][wanted] for name in _RAW[kind]}, self.sizes
+            )
+            time, height, width = grids.T
             num_rows = grid_rows(kind, grids, self.sizes)
-            _fill(segments, places, (grids[:, 0], grids[:, 1], grids[:, 2]), num_rows, num_rows + 2)
+            _fill(segments, places, (time, height, width), num_rows, num_rows + 2)
+            rows.tokens[places] += num_rows + 2
+            units = rows.mel_frames if kind is Modality.AUDIO else rows.patches
+            units[places] += time * height * width
             for place, error in failed.items():
-                rows.leave(picked[place], error.what)
+                rows.leave(place if isinstance(places, slice) else places[place], error.what)
         return segments
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The members that fill a field.
+
+    Args:
+        members: int64 [rows]; -1 for none.
+        held: Picks from a column of members what fills the field; anything where there is none.
+        modality: Place in MODALITIES, int8 [rows], or one for all rows; -1 for no member.
+    """
+
+    members: IntArray
+    held: slice | IntArray
+    modality: npt.NDArray[np.int8] | int
+
+    def by_modality(self, is_good: npt.NDArray[np.bool_]) -> Iterator[tuple[Modality, slice | IntArray]]:
+        """Yield each modality with its good rows; all rows where they are of one modality."""
+        if isinstance(self.modality, int):
+            yield MODALITIES[self.modality], slice(None)
+            return
+        for code, kind in enumerate(MODALITIES):
+            picked = np.flatnonzero((self.modality == code) & is_good)
+            if len(picked) == len(is_good):
+                yield kind, slice(None)
+            elif len(picked):
+                yield kind, picked
 
 
 class _Rows:
@@ -135,32 +167,66 @@ class _Rows:
         self.index = index
         self.is_good = np.ones(index.num_samples, dtype=np.bool_)
         self.problems: dict[int, str] = {}
-        self.row_of = index.rows
+        self.tokens = np.ones(index.num_samples, dtype=np.int64)  # the end-of-sample token
+        self.patches, self.mel_frames, self.cut = np.zeros((3, index.num_samples), dtype=np.int64)
         self.suffix_codes, self.suffixes = codes_of(index.suffixes)
+        self.words = [suffix.lower() for suffix in self.suffixes]
         self.error_codes, self.errors = codes_of(index.errors)
+        self.is_bad = np.array([error != "" for error in self.errors], dtype=np.bool_)[self.error_codes]
         codes, words = codes_of(index.modalities)
         self.modalities = np.array([_PLACES.get(word, -1) for word in words], dtype=np.int8)[codes]
+        self.pattern = self._find_pattern()
 
     def leave(self, row: int, problem: str) -> None:
-        """Take a row out of the good ones."""
-        self.problems[int(row)] = problem
-        self.is_good[row] = False
+        """Take a row out of the good ones, unless it is out."""
+        if self.is_good[row]:
+            self.problems[int(row)] = problem
+            self.is_good[row] = False
 
-    def find_members(self, wanted: Sequence[str]) -> IntArray:
-        """Return int64 [rows]: the member of each row that has the first of ``wanted`` it has; -1 for none.
+    def pack_sizes(self) -> PackSizes:
+        """Return what each row takes of a pack: the segments sized so far and one end-of-sample token."""
+        status = np.where(self.is_good, USABLE, UNUSABLE).astype(np.int8)
+        return PackSizes(self.tokens, self.tokens - self.cut, self.patches, self.mel_frames, status)
+
+    def find(self, wanted: Sequence[str]) -> _Found:
+        """Return the member of each row that has the first of ``wanted`` it has.
 
         Rows without one, or with a bad one, leave the good ones.
         """
+        place = next((self.pattern.index(suffix) for suffix in wanted if suffix in self.pattern), -1)
+        if place >= 0 and self.modalities[place] >= 0:
+            # Most batches: a slice is many times faster than picking.
+            held = slice(place, None, len(self.pattern))
+            return _Found(self.index.starts[:-1] + place, held, int(self.modalities[place]))
+        members = self._find_one_by_one(wanted)
+        picked = np.maximum(members, 0)
+        return _Found(members, picked, np.where(members >= 0, self.modalities[picked], -1).astype(np.int8))
+
+    def _find_pattern(self) -> list[str]:
+        """Return the suffixes that every row has, in this order; none if rows differ or one is bad."""
+        num_rows, num_members = self.index.num_samples, len(self.suffix_codes)
+        if not num_rows or not num_members or num_members % num_rows or self.is_bad.any():
+            return []
+        each = num_members // num_rows
+        if not (self.index.starts == np.arange(0, num_members + 1, each)).all():
+            return []
+        for codes in (self.suffix_codes, self.modalities):
+            if not (codes[each:] == codes[:-each]).all():
+                return []
+        pattern = [self.words[code] for code in self.suffix_codes[:each].tolist()]
+        return pattern if len(set(pattern)) == each else []
+
+    def _find_one_by_one(self, wanted: Sequence[str]) -> IntArray:
         found = np.full(self.index.num_samples, -1, dtype=np.int64)
+        row_of = self.index.rows
         for suffix in reversed(wanted):
-            is_it = np.array([spelled.lower() == suffix for spelled in self.suffixes], dtype=np.bool_)
+            is_it = np.array([word == suffix for word in self.words], dtype=np.bool_)
             members = np.flatnonzero(is_it[self.suffix_codes])
-            found[self.row_of[members]] = members
+            found[row_of[members]] = members
         missing = np.flatnonzero((found < 0) & self.is_good)
         self.problems.update(dict.fromkeys(missing.tolist(), f"no member {'|'.join(wanted)!r}"))
         self.is_good[missing] = False
-        is_bad = np.array([error != "" for error in self.errors], dtype=np.bool_)
-        is_unfit = np.append(is_bad[self.error_codes] | (self.modalities < 0), False)
+        is_unfit = np.append(self.is_bad | (self.modalities < 0), False)
         for row in np.flatnonzero(is_unfit[found] & self.is_good).tolist():
             member = int(found[row])
             error = self.errors[self.error_codes[member]] or "indexed as no kind of media; index it again"
@@ -179,23 +245,3 @@ def _fill(
         segments[name][places] = values
     segments["num_rows"][places] = num_rows
     segments["num_tokens"][places] = num_tokens
-
-
-def _pack_sizes(segments: Sequence[SegmentArray], is_good: npt.NDArray[np.bool_]) -> PackSizes:
-    """Return what each row takes of a pack: its segments and one end-of-sample token."""
-    tokens = np.ones(len(is_good), dtype=np.int64)
-    patches, mel_frames = np.zeros_like(tokens), np.zeros_like(tokens)
-    for segment in segments:
-        modality = segment["modality"]
-        tokens += segment["num_tokens"]
-        is_text = modality == TEXT
-        if is_text.all():
-            continue
-        units = segment["time"].astype(np.int64) * segment["rows"] * segment["columns"]
-        is_audio = modality == AUDIO
-        mel_frames += units * is_audio
-        patches += units * ~(is_audio | is_text)
-    last = segments[-1]
-    cut = np.maximum(last["num_tokens"] - 1, 0) * (last["modality"] == TEXT)
-    status = np.where(is_good, USABLE, UNUSABLE).astype(np.int8)
-    return PackSizes(tokens, tokens - cut, patches, mel_frames, status)

@@ -85,33 +85,30 @@ def resized_sides(
     """
     height, width = np.asarray(height, dtype=np.int64), np.asarray(width, dtype=np.int64)
     low, high = np.minimum(height, width), np.maximum(height, width)
-    is_empty = low < 1
-    is_thin = ~is_empty & (high / np.maximum(low, 1) > MAX_ASPECT_RATIO)
-    is_good = ~(is_empty | is_thin)
-    tall, wide = (
-        np.where(is_good, height, 1).astype(np.float64),
-        np.where(is_good, width, 1).astype(np.float64),
-    )
-    new_height = np.maximum(factor, np.rint(tall / factor) * factor)
-    new_width = np.maximum(factor, np.rint(wide / factor) * factor)
-    area = new_height * new_width
-    shrink = np.sqrt(tall * wide / max_pixels)
-    grow = np.sqrt(min_pixels / (tall * wide))
-    is_large, is_small = area > max_pixels, area < min_pixels
-
-    def fitted(side: npt.NDArray[np.float64], rounded: npt.NDArray[np.float64]) -> IntArray:
-        smaller = np.maximum(factor, np.floor(side / shrink / factor) * factor)
-        larger = np.ceil(side * grow / factor) * factor
-        chosen = np.where(is_large, smaller, np.where(is_small, larger, rounded))
-        return np.where(is_good, chosen, 0).astype(np.int64)
-
+    is_bad = (low < 1) | (high > MAX_ASPECT_RATIO * low)
+    bad = np.flatnonzero(is_bad)
     problems = {
-        place: _no_area(int(height[place]), int(width[place]))
-        if is_empty[place]
-        else _too_thin(int(height[place]), int(width[place]))
-        for place in np.flatnonzero(~is_good).tolist()
+        place: (_no_area if low[place] < 1 else _too_thin)(int(height[place]), int(width[place]))
+        for place in bad.tolist()
     }
-    return fitted(tall, new_height), fitted(wide, new_width), problems
+    if problems:
+        height, width = np.where(is_bad, factor, height), np.where(is_bad, factor, width)
+    sides = [height.astype(np.float64), width.astype(np.float64)]
+    fitted = [np.maximum(factor, np.rint(side / factor) * factor) for side in sides]
+    area = fitted[0] * fitted[1]
+    large = np.flatnonzero(area > max_pixels)
+    small = np.flatnonzero((area < min_pixels) & (area <= max_pixels))
+    if len(large):
+        shrink = np.sqrt(sides[0][large] * sides[1][large] / max_pixels)
+        for side, out in zip(sides, fitted, strict=True):
+            out[large] = np.maximum(factor, np.floor(side[large] / shrink / factor) * factor)
+    if len(small):
+        grow = np.sqrt(min_pixels / (sides[0][small] * sides[1][small]))
+        for side, out in zip(sides, fitted, strict=True):
+            out[small] = np.ceil(side[small] * grow / factor) * factor
+    for out in fitted:
+        out[bad] = 0
+    return fitted[0].astype(np.int64), fitted[1].astype(np.int64), problems
 
 
 def smart_resize(
@@ -155,7 +152,7 @@ def image_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]
         min_pixels=sizes.min_pixels,
         max_pixels=sizes.max_pixels,
     )
-    return np.stack([np.ones_like(height), height // sizes.patch, width // sizes.patch], axis=1), problems
+    return _grids(np.ones_like(height), height // sizes.patch, width // sizes.patch), problems
 
 
 def video_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]:
@@ -168,9 +165,7 @@ def video_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]
         max_pixels=sizes.video_max_pixels,
     )
     frames = num_sampled_frames(raw["num_frames"], raw["duration_s"], sizes)
-    return np.stack(
-        [frames // sizes.temporal_patch, height // sizes.patch, width // sizes.patch], axis=1
-    ), problems
+    return _grids(frames // sizes.temporal_patch, height // sizes.patch, width // sizes.patch), problems
 
 
 def resampled_length(num_samples: IntT, sample_rate: IntT) -> IntT:
@@ -195,7 +190,7 @@ def audio_grids(raw: RawArrays, sizes: AudioSizes) -> tuple[IntArray, Problems]:
         for place in np.flatnonzero(~is_good).tolist()
     }
     ones = np.ones_like(frames)
-    return np.stack([frames, ones, ones], axis=1), problems
+    return _grids(frames, ones, ones), problems
 
 
 def audio_rows(mel_frames: IntT) -> IntT:
@@ -243,6 +238,11 @@ def grid_rows(modality: Modality, grids: IntArray, sizes: ModelSizes) -> IntArra
 def media_rows(modality: Modality, grid: tuple[int, int, int], sizes: ModelSizes) -> int:
     """Return the embedding rows of one media segment."""
     return int(grid_rows(modality, np.array([grid], dtype=np.int64), sizes)[0])
+
+
+def _grids(time: IntArray, rows: IntArray, columns: IntArray) -> IntArray:
+    """Return int64 [n, 3], each column in one piece: users take whole columns."""
+    return np.stack([time, rows, columns]).T
 
 
 def _no_area(height: int, width: int) -> SampleError:
