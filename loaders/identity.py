@@ -150,8 +150,8 @@ def _check_sources(
         raise StateMismatchError(
             f"the data of source {changed} changed since the state was saved: its places mean other samples",
             where=where,
-            fix="put the shards, the layout and the tokenizer back, give the source another name to read it "
-            "from its beginning, or start a new run.dir",
+            fix="put the shards, the layout, the tokenizer (and the epochs of a source with fewer rows than "
+            "lanes) back, give the source another name to read it from its beginning, or start a new run.dir",
         )
     if not announce:
         return

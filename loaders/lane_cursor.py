@@ -4,8 +4,8 @@ Positions count rows of the index, usable or not. Rows that are left out (filter
 too large for a pack) are passed by when the cursor comes to them, so a filter moves no position, and the
 cursor always stands on a row that can be drawn, or behind the last.
 
-Rows are looked at a block of the lane's shuffle at a time: one call of ``sizes`` for up to ``shuffle_block``
-rows.
+Rows are looked at ``WINDOW`` at a time, in the order of the lane's shuffle. A cursor keeps the numbers of its
+block and the sizes of its window, some 20 kB; there is one for every lane and source of an ``Order``.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ REASONS = {FILTERED: "where", DENIED: "deny", UNUSABLE: "unusable"}
 FILTERS = frozenset({"where", "deny"})
 OVERSIZE = "oversize"
 """Reasons for which rows are left out, as ``LeftOut.counts`` names them."""
+WINDOW = 256
+"""Rows whose sizes are looked up at once."""
 READY = 32
 """Entries that a cursor makes at once."""
 MOST_PASSED = 100_000_000
@@ -116,11 +118,13 @@ class LaneCursor:
         self._left_out = left_out
         self._block_first = 0
         self._block: IntArray = np.zeros(0, dtype=np.int64)
-        self._sizes: PackSizes | None = None  # of the block, once they are looked up
+        # Rows of the block from offset ``_window`` on, and their sizes, once they are looked up.
+        self._window = 0
+        self._sizes: PackSizes | None = None
         self._tokens: IntArray = self._block
-        # Offsets in the block of the rows that can be drawn and are not in ``_ready`` yet.
+        # Places in the window of the rows that can be drawn and are not in ``_ready`` yet.
         self._drawable: IntArray = self._block
-        # The next samples, the first of them last; bounded, since a lane has a cursor in every source.
+        # The next samples, the first of them last.
         self._ready: list[Entry] = []
 
     @property
@@ -174,15 +178,13 @@ class LaneCursor:
         """Pass by what cannot be drawn; return the next sample that can, and have some after it ready."""
         passed = 0
         while not self.used_up:
-            self._find_block(self.position)
-            if self._sizes is None:
-                self._size_block()
+            # Where a window had nothing, look at all of a block at once.
+            end = self._find_window(at_most=len(self._block) if passed else WINDOW)
             if not self._ready:
                 self._make_ready()
-            end = self._block_first + len(self._block)
             stop = self._ready[-1].position if self._ready else end
             if stop > self.position:
-                self._pass_by(self.position - self._block_first, stop - self._block_first)
+                self._pass_by(self.position, stop)
                 passed += stop - self.position
                 self.position = stop
             if self._ready:
@@ -196,19 +198,26 @@ class LaneCursor:
             self._sizes = None
             self._ready.clear()
 
-    def _size_block(self) -> None:
-        self._sizes = self._source.sizes(self._block)
-        self._tokens, fits = fit(self._sizes, self._budgets, oversize=self._oversize)
+    def _find_window(self, *, at_most: int) -> int:
+        """Look up the sizes of the rows from ``position`` on, unless they are; return where they end."""
+        self._find_block(self.position)
         offset = self.position - self._block_first
-        self._drawable = np.flatnonzero(fits[offset:]) + offset
+        if self._sizes is None or not 0 <= offset - self._window < len(self._tokens):
+            self._window = offset
+            self._sizes = self._source.sizes(self._block[offset : offset + max(at_most, WINDOW)])
+            self._tokens, fits = fit(self._sizes, self._budgets, oversize=self._oversize)
+            self._drawable = np.flatnonzero(fits)
+            self._ready.clear()
+        return self._block_first + self._window + len(self._tokens)
 
     def _make_ready(self) -> None:
-        """Make the next ``READY`` entries of the block."""
-        offsets, self._drawable = self._drawable[:READY], self._drawable[READY:]
+        """Make the next ``READY`` entries of the window."""
+        places, self._drawable = self._drawable[:READY], self._drawable[READY:]
         sizes = self._sizes
-        assert sizes is not None, "a block is loaded"
-        taken = PackSizes(*(getattr(sizes, name)[offsets] for name in PackSizes.__slots__))
-        found = self._make(offsets + self._block_first, self._block[offsets], self._tokens[offsets], taken)
+        assert sizes is not None, "a window is looked up"
+        taken = PackSizes(*(getattr(sizes, name)[places] for name in PackSizes.__slots__))
+        offsets = places + self._window
+        found = self._make(offsets + self._block_first, self._block[offsets], self._tokens[places], taken)
         self._ready = found[::-1]
 
     def _make(
@@ -219,29 +228,29 @@ class LaneCursor:
         return list(map(_entry, rows))
 
     def _pass_by(self, start: int, end: int) -> None:
-        """Count rows [start, end) of the block, and record those that nobody asked to leave out."""
+        """Count the rows at positions [start, end) and record those that nobody asked to leave out."""
         sizes = self._sizes
-        assert sizes is not None, "a block is loaded"
-        statuses, counts = np.unique(sizes.status[start:end], return_counts=True)
-        for status, count in zip(statuses.tolist(), counts.tolist(), strict=True):
-            self._left_out.counts[self._source.name, REASONS.get(status, OVERSIZE)] += count
-        if self.position < self._order.run_length(self._lane):
-            unwanted = np.isin(sizes.status[start:end], (FILTERED, DENIED), invert=True)
-            self._left_out.dropped += [
-                self._dropped(start + offset) for offset in np.flatnonzero(unwanted).tolist()
-            ]
+        assert sizes is not None, "a window is looked up"
+        window_first = self._block_first + self._window
+        status = sizes.status[start - window_first : end - window_first]
+        for code, count in Counter(status.tolist()).items():
+            self._left_out.counts[self._source.name, REASONS.get(code, OVERSIZE)] += count
+        if start < self._order.run_length(self._lane):
+            unwanted = np.flatnonzero(np.isin(status, (FILTERED, DENIED), invert=True)) + start - window_first
+            self._left_out.dropped += [self._dropped(place) for place in unwanted.tolist()]
 
-    def _dropped(self, offset: int) -> Dropped:
-        sizes, ordinal = self._sizes, int(self._block[offset])
-        assert sizes is not None, "a block is loaded"
-        if sizes.status[offset] == UNUSABLE:
+    def _dropped(self, place: int) -> Dropped:
+        """Say why the row at ``place`` of the window cannot be drawn."""
+        sizes, ordinal = self._sizes, int(self._block[self._window + place])
+        assert sizes is not None, "a window is looked up"
+        if sizes.status[place] == UNUSABLE:
             reason = self._source.problem(ordinal)
         else:
             reason = misfit(
-                int(sizes.tokens[offset]),
-                int(sizes.cut_tokens[offset]),
-                int(sizes.patches[offset]),
-                int(sizes.mel_frames[offset]),
+                int(sizes.tokens[place]),
+                int(sizes.cut_tokens[place]),
+                int(sizes.patches[place]),
+                int(sizes.mel_frames[place]),
                 budgets=self._budgets,
                 oversize=self._oversize,
             )

@@ -100,9 +100,7 @@ class LanePacker:
         """Whether the buffer is empty and no source that is drawn at this step or later has samples left."""
         if len(self._buffer):
             return False
-        # A weight that comes with tokens never does in a lane that has nothing to draw until then.
-        now = self._at(self._moment.step)
-        return self._mixture.drawn_from(now, tokens_stand_still=True) <= self._used_up()
+        return self._mixture.drawn_from(self._moment) <= self._used_up()
 
     def begin_step(self, step: int) -> None:
         """Take the shares of ``step``; to be called before its first pack."""
@@ -234,7 +232,8 @@ class LanePacker:
     def _set_shares(self) -> None:
         """Share out the mixture over the sources that have a sample, and look up the next one of each."""
         while True:
-            shares = self._mixture.shares(self._moment, used_up=self._used_up())
+            used_up = self._used_up()
+            shares = self._mixture.shares(self._mixture.wake(self._moment, used_up=used_up), used_up=used_up)
             if all(self._look_up(source) for source, share in enumerate(shares) if share > 0):
                 break
         self._shares = shares

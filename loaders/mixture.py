@@ -14,12 +14,15 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from loaders.weight import Clock, Curve, Weight, curve_of
 from omni_pipeline.core.errors import ConfigError
 
 _CLOCKS: tuple[Clock, ...] = ("steps", "tokens")
 # A source of a smaller share would not come once in the life of any run, and its credit would lose precision.
 SMALLEST_SHARE = 1e-30
+MOST_MOMENTS = 256
 
 
 class Moment(NamedTuple):
@@ -102,6 +105,12 @@ class Mixture:
             nodes.get(paths[-1] if paths else "", self._top).children.append(_Node(curve, index=index))
             self._curves.append([curve, *(nodes[path].curve for path in paths)])
         self._is_over_tokens = any(curve.clock == "tokens" for curves in self._curves for curve in curves)
+        self._points: dict[Clock, list[int]] = {
+            clock: sorted(
+                {0, *(at for curves in self._curves for c in curves if c.clock == clock for at in c.at)}
+            )
+            for clock in _CLOCKS
+        }
         self._cached: tuple[tuple[Moment, frozenset[int]], tuple[float, ...]] | None = None
         self._check_never_empty()
 
@@ -120,47 +129,58 @@ class Mixture:
             self._cached = (key, tuple(shares))
         return self._cached[1]
 
-    def drawn_from(self, at: Moment, *, tokens_stand_still: bool = False) -> frozenset[int]:
-        """Return the indices of the sources that have a share at this moment or can get one later.
-
-        Args:
-            at: When.
-            tokens_stand_still: Nothing is drawn any more, so that only steps go on.
-        """
+    def drawn_from(self, at: Moment) -> frozenset[int]:
+        """Return the indices of the sources that have a share at this moment or can get one later."""
         return frozenset(
             index
             for index, curves in enumerate(self._curves)
             if all(
-                _is_ever_positive(
-                    [c for c in curves if c.clock == clock],
-                    _now(clock, at),
-                    stands_still=tokens_stand_still and clock == "tokens",
-                )
+                _is_ever_positive([c for c in curves if c.clock == clock], _now(clock, at))
                 for clock in _CLOCKS
             )
         )
 
+    def wake(self, at: Moment, *, used_up: frozenset[int]) -> Moment:
+        """Return the first moment from ``at`` on, at the same step, at which something can be drawn.
+
+        Where nothing can be drawn no tokens come, so a weight that waits for tokens would wait for ever. If
+        nothing ever can at this step, ``at`` is returned.
+        """
+        if any(self.shares(at, used_up=used_up)):
+            return at
+        ahead = [point for point in self._points["tokens"] if point > at.tokens]
+        between = [(first + second) // 2 for first, second in itertools.pairwise((at.tokens, *ahead))]
+        for tokens in sorted({*ahead, *between}):
+            later = Moment(at.step, tokens)
+            if any(self.shares(later, used_up=used_up)):
+                return later
+        return at
+
     def moments(self) -> list[Moment]:
-        """Return the start and every moment at which a weight has a point; between the clocks any pair."""
-        at: dict[Clock, list[int]] = {
-            clock: sorted(
-                {0, *(p for curves in self._curves for c in curves if c.clock == clock for p in c.at)}
-            )
-            for clock in _CLOCKS
-        }
-        return [Moment(step, tokens) for step, tokens in itertools.product(at["steps"], at["tokens"])]
+        """Return the start and moments at which weights have points; of many, ``MOST_MOMENTS`` of them."""
+        pairs = len(self._points["steps"]) * len(self._points["tokens"])
+        every = itertools.product(self._points["steps"], self._points["tokens"])
+        return [Moment(*pair) for pair in itertools.islice(every, 0, None, -(-pairs // MOST_MOMENTS))]
 
     def _check_never_empty(self) -> None:
         # Weights are never negative and are constant or curved between points, so all are zero somewhere only
-        # if they are at a point.
-        for step, tokens in self.moments():
-            if not any(self.shares(Moment(step, tokens))):
-                when = f"step {step}" + (f" and {tokens} tokens" if self._is_over_tokens else "")
-                raise ConfigError(
-                    f"all weights are zero at {when}",
-                    where=f"sources {', '.join(self.names)}",
-                    fix="give at least one source a positive weight at every moment",
-                )
+        # if they are at a point; between the clocks any pair may come together.
+        steps, tokens = self._points["steps"], self._points["tokens"]
+        empty = np.ones((len(steps), len(tokens)), dtype=bool)
+        for curves in self._curves:
+            by_step, by_tokens = (
+                [all(c(at) > 0 for c in curves if c.clock == clock) for at in self._points[clock]]
+                for clock in _CLOCKS
+            )
+            empty &= ~np.logical_and.outer(by_step, by_tokens)
+        if empty.any():
+            step, token = (int(place) for place in np.argwhere(empty)[0])
+            when = f"step {steps[step]}" + (f" and {tokens[token]} tokens" if self._is_over_tokens else "")
+            raise ConfigError(
+                f"all weights are zero at {when}",
+                where=f"sources {', '.join(self.names)}",
+                fix="give at least one source a positive weight at every moment",
+            )
 
 
 def group_problems(group_of: Mapping[str, str], groups: Collection[str]) -> Iterator[str]:
@@ -180,10 +200,8 @@ def _now(clock: Clock, at: Moment) -> int:
     return at.step if clock == "steps" else at.tokens
 
 
-def _is_ever_positive(curves: Collection[Curve], now: int, *, stands_still: bool) -> bool:
-    """Whether at some time from ``now`` on, or just then, all curves are above 0 at once."""
-    if stands_still:
-        return all(curve(now) > 0 for curve in curves)
+def _is_ever_positive(curves: Collection[Curve], now: int) -> bool:
+    """Whether at some time from ``now`` on all curves are above 0 at once."""
     ahead = sorted({now, *(point for curve in curves for point in curve.at if point > now)})
     between = [(first + second) // 2 for first, second in itertools.pairwise(ahead)]
     return any(all(curve(time) > 0 for curve in curves) for time in (*ahead, *between))

@@ -6,6 +6,7 @@ start quickly and need no device.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,7 +85,7 @@ class Stream:
         """Return whether the source has a weight above 0 at any step."""
         return self.mixture.names.index(name) in self.mixture.drawn_from(Moment(0))
 
-    @property
+    @functools.cached_property
     def mixture(self) -> Mixture:
         """The weights of the sources."""
         weights = {config.name: config.weight for config in self.configs}
@@ -97,11 +98,16 @@ class Stream:
     @property
     def identity(self) -> dict[str, Any]:
         """What must be equal for a saved loader state to fit."""
+        by_source = sources_identity(self.sources)
+        for source, config in zip(self.sources, self.configs, strict=True):
+            # The last epochs of fewer rows than lanes are shared out among lanes by how many they are.
+            if config.epochs is not None and len(source) < self.order.lanes:
+                by_source["sources"][source.name] += f", {config.epochs} epochs"
         return {
             "seed": self.seed,
             # Not the end: a run that dropped the last samples may go on to see them.
             "order": self.order.model_dump(mode="json", exclude={"end"}),
-            **sources_identity(self.sources),
+            **by_source,
         }
 
 

@@ -264,18 +264,33 @@ def test_an_endless_order_is_never_exhausted() -> None:
     assert not order.exhausted
 
 
-def test_a_source_that_would_come_with_tokens_that_never_come_does_not_keep_the_run_alive() -> None:
-    never, soon = (
-        WeightTable(points=((0, 0.0), (1000, value), (10**9, 1.0)), over="tokens", curve="constant")
-        for value in (0.0, 1.0)
-    )
+@pytest.mark.parametrize("curve", ["constant", "linear"])
+@pytest.mark.parametrize("start", [0, 1000, 10**9])
+def test_a_source_that_waits_for_tokens_comes_at_the_latest_when_nothing_else_is_left(
+    curve: Literal["constant", "linear"], start: int
+) -> None:
+    points = ((start, 0.0), (start + 10**9, 1.0))
+    later = WeightTable(points=points, over="tokens", curve=curve)
+    sources = [text_source("now", [9], [100]), text_source("later", [200], [100])]
+    settings_ = config(epochs=1)
+    order = build(settings_, sources, weights={"now": 1, "later": later})
+    steps = ends(order)
+    assert Counter(found.source for step in steps for found in ids(step)) == {"now": 9, "later": 200}
+    assert not any(order.remaining().values())
+    again = build(settings_, sources, weights={"now": 1, "later": later})
+    for step in range(len(steps)):
+        fresh = build(settings_, sources, weights={"now": 1, "later": later})
+        fresh.load_state_dict(json.loads(json.dumps(again.state_dict())))
+        assert fresh.next_step(step) == again.next_step(step) == steps[step]
+
+
+def test_a_source_that_waits_for_a_step_comes_at_that_step_after_empty_packs() -> None:
     sources = [text_source("now", [9], [100]), text_source("later", [9], [100])]
-    order = build(config(epochs=1), sources, weights={"now": 1, "later": never})
-    assert {found.source for step in ends(order) for found in ids(step)} == {"now"}
-    by_tokens = build(config(epochs=1), sources, weights={"now": 1, "later": soon})
-    assert {found.source for step in ends(by_tokens) for found in ids(step)} == {"now", "later"}
-    by_step = build(config(epochs=1), sources, weights={"now": 1, "later": [[0, 0], [30, 0], [31, 1]]})
-    assert {found.source for step in ends(by_step) for found in ids(step)} == {"now", "later"}
+    order = build(config(epochs=1), sources, weights={"now": 1, "later": [[0, 0], [30, 0], [31, 1]]})
+    steps = ends(order)
+    assert [step for step, packs in enumerate(steps) if "later" in {item.source for item in ids(packs)}] == [
+        31
+    ]
 
 
 def test_exhausted_state_is_kept_by_resume() -> None:
