@@ -2,8 +2,9 @@
 
 A manifest, ``NAME.manifest.arrow``, is one Arrow file with a row per shard that says what the shard's index
 says of it as a whole. A source of very many shards opens by reading that one file; without it the summary of
-every index is read. Paths of shards in or below the manifest's folder are relative to it, so both may move
-together. A manifest that no longer fits is noticed when a shard is opened: digests are compared.
+every index is read. Paths of shards in or below the manifest's folder are relative to it, so that folder may
+be moved. In a copy the indexes are stale, unless it keeps the times of the shards (``cp -p``, ``rsync -t``).
+A manifest that no longer fits is noticed when a shard is opened: digests are compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import pyarrow.compute as pc
 
 from loaders.index_file import read_summary
 from loaders.index_rows import DIGEST_BYTES, IndexSummary
-from loaders.storage import expand_shards, is_remote, local_path, read_file, write_file
+from loaders.storage import expand_shards, first_places, is_remote, local_path, read_file, write_file
 from omni_pipeline.core.errors import ConfigError, ShardError
 
 MANIFEST_SUFFIX = ".manifest.arrow"
@@ -133,7 +134,7 @@ def is_manifest(path: str) -> bool:
 
 
 def find_shards(patterns: str | Iterable[str]) -> ShardTable:
-    """Return what is known of the shards that ``patterns`` stand for, each shard once.
+    """Return what is known of the shards that ``patterns`` stand for, each shard once, as first spelled.
 
     Args:
         patterns: As for ``expand_shards``; a path of a manifest stands for the shards it names.
@@ -152,13 +153,12 @@ def find_shards(patterns: str | Iterable[str]) -> ShardTable:
         manifests += [manifest] * len(found)
         parts.append(part)
     table = pa.concat_tables(parts).combine_chunks()
-    if len(set(names)) < len(names):
-        first: dict[str, int] = {}
-        for place, name in enumerate(names):
-            first.setdefault(name, place)
-        table = table.take(pa.array(first.values()))
-        names, manifests = list(first), [manifests[place] for place in first.values()]
-    return ShardTable(tuple(names), table, tuple(manifests))
+    first = first_places(names)
+    if len(first) < len(names):
+        table = table.take(pa.array(first))
+    return ShardTable(
+        tuple(names[place] for place in first), table, tuple(manifests[place] for place in first)
+    )
 
 
 def list_shards(patterns: str | Iterable[str]) -> list[str]:
@@ -167,10 +167,10 @@ def list_shards(patterns: str | Iterable[str]) -> list[str]:
     Raises:
         ConfigError: As ``find_shards``.
     """
-    found: dict[str, None] = {}
+    found: list[str] = []
     for manifest, shards in _runs(expand_shards(patterns)):
-        found.update(dict.fromkeys(_resolved(manifest, _read(manifest)) if manifest else shards))
-    return list(found)
+        found += _resolved(manifest, _read(manifest)) if manifest else shards
+    return [found[place] for place in first_places(found)]
 
 
 def write_manifest(path: str, shards: Sequence[str]) -> None:

@@ -47,6 +47,14 @@ def local_path(url: str) -> str:
     return url.removeprefix("file://")
 
 
+def first_places(urls: Iterable[str]) -> list[int]:
+    """Return the places of the first spelling of each file; links are not followed."""
+    first: dict[str, int] = {}
+    for place, url in enumerate(urls):
+        first.setdefault(url if is_remote(url) else os.path.abspath(local_path(url)), place)
+    return list(first.values())
+
+
 def read_range(url: str, offset: int, length: int) -> bytes:
     """Return exactly ``length`` bytes of ``url`` from byte ``offset``.
 
@@ -183,7 +191,8 @@ class RangeReader(io.RawIOBase):
 def expand_shards(patterns: str | Iterable[str]) -> list[str]:
     """Return the shards that paths, brace patterns (``{0000..0099}``) and globs stand for.
 
-    Braces keep their order, the matches of a glob are sorted, and a shard named twice is kept once.
+    Braces keep their order, the matches of a glob are sorted, and a shard named twice, however spelled, is
+    kept once, as first spelled.
 
     Raises:
         ConfigError: A glob matches nothing, a local path does not exist or is a folder, or a brace pattern is
@@ -191,7 +200,7 @@ def expand_shards(patterns: str | Iterable[str]) -> list[str]:
     """
     import braceexpand  # pulls in nothing, but only opening a source needs it
 
-    shards: dict[str, None] = {}
+    shards: list[str] = []
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         try:
             expanded = list(braceexpand.braceexpand(pattern))
@@ -200,8 +209,8 @@ def expand_shards(patterns: str | Iterable[str]) -> list[str]:
                 f"pattern {pattern!r} has unbalanced braces", fix="write ranges as {0000..0099}"
             ) from error
         for path in expanded:
-            shards.update(dict.fromkeys(_glob(path)))
-    return list(shards)
+            shards += _glob(path)
+    return [shards[place] for place in first_places(shards)]
 
 
 def _glob(path: str) -> list[str]:

@@ -144,6 +144,28 @@ def test_manifests_and_patterns_mix_and_a_shard_counts_once(tmp_path: Path) -> N
     ]
 
 
+def test_a_shard_under_several_spellings_counts_once_as_first_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_shards(tmp_path / "data", 2)
+    monkeypatch.chdir(tmp_path / "data")
+    write_manifest("all.manifest.arrow", paths)
+    (tmp_path / "data" / "link.tar").symlink_to("0.tar")
+    shutil.copy(index_path("0.tar"), index_path("link.tar"))
+    spellings = ["./0.tar", "0.tar", "../data/{0..1}.tar", f"file://{paths[0]}", *paths]
+    manifests = ["all.manifest.arrow", "./all.manifest.arrow"]
+    for patterns, expected in (
+        (spellings, ["./0.tar", "../data/1.tar"]),
+        ([*manifests, *spellings], ["0.tar", "1.tar"]),
+        ([*paths, *manifests], paths),
+        (["0.tar", "link.tar"], ["0.tar", "link.tar"]),
+    ):
+        assert list_shards(patterns) == list(find_shards(patterns).shards) == expected
+        assert len(opened(patterns)) == 6
+    table = find_shards([paths[1], *manifests])
+    assert (table.shards, table.manifests) == ((paths[1], "0.tar"), ("", "all.manifest.arrow"))
+
+
 def test_many_shards_are_summed_up_by_threads_in_their_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

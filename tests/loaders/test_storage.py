@@ -119,6 +119,10 @@ def test_patterns_expand_in_order_and_name_each_shard_once(tmp_path: Path) -> No
     assert storage.expand_shards(f"{base}/s-{{0..2}}.tar") == names
     assert storage.expand_shards(f"{base}/*.tar") == names
     assert storage.expand_shards([f"{base}/s-2.tar", f"{base}/s-*.tar"]) == [names[2], names[0], names[1]]
+    assert storage.expand_shards([f"{base}/./s-2.tar", f"{base}/s-*.tar"]) == [
+        f"{base}/./s-2.tar",
+        *names[:2],
+    ]
     assert storage.expand_shards("s3://b/{a,b}.tar") == ["s3://b/a.tar", "s3://b/b.tar"]
     fsspec.filesystem("memory").pipe_file("/globbed/x.tar", b"")
     assert storage.expand_shards("memory://globbed/*.tar") == ["memory:///globbed/x.tar"]
