@@ -176,9 +176,10 @@ def one_batch(table: pa.Table) -> pa.RecordBatch:
     )
 
 
-def unfit(shard: str, reason: str) -> ShardError:
+def unfit(shard: str, reason: str, *, hint: str = "") -> ShardError:
     """Return the error that the index of ``shard`` cannot be used, and must be made."""
-    return ShardError(reason, where=shard, fix=f"run `omni data index {shard}`")
+    fix = f"run `omni data index {shard}`"
+    return ShardError(reason, where=shard, fix=f"{fix}; {hint}" if hint else fix)
 
 
 def _open(shard: str, *, whole: bool) -> IndexFile:
@@ -190,7 +191,9 @@ def _open(shard: str, *, whole: bool) -> IndexFile:
             f"index is stale: it is of a shard of {file.summary.shard_bytes} bytes, not {stat.size}",
         )
     if file.summary.shard_version != stat.version:
-        raise unfit(shard, "index is stale: the shard was written after it")
+        hint = "if it was only copied, copy with `cp -p` or `rsync -t`, which keep times"
+        reason = "index is stale: the shard was written after it"
+        raise unfit(shard, reason, hint="" if is_remote(shard) else hint)
     return file
 
 

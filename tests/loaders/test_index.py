@@ -255,7 +255,8 @@ def test_an_index_that_does_not_fit_is_refused_and_mended(tmp_path: Path, change
             writer.write_table(table)
     with pytest.raises(ShardError, match=message) as caught:
         read_index(str(path))
-    assert caught.value.fix == f"run `omni data index {path}`"
+    hint = "; if it was only copied, copy with `cp -p` or `rsync -t`, which keep times"
+    assert caught.value.fix == f"run `omni data index {path}`{hint if change == 'touch' else ''}"
     build_index(str(path), tokenizer=BYTES)
     assert read_index(str(path)).num_samples == (9 if change == "grow" else 2)
 
