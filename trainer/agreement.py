@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from omni_pipeline.core.errors import DataError, OmniError, RankError, StateMism
 from omni_pipeline.core.plan import StepPlan
 from omni_pipeline.core.sample import SampleId
 from trainer.parallel.mesh import RankGroups
+
+logger = logging.getLogger(__name__)
 
 NO_PLAN = -1
 
@@ -124,6 +127,8 @@ def agree(
     is_dropped = end == "drop" and any(word.num_empty_packs for word in words)
     if any(word.has_problem for word in words) and not is_dropped:
         raise_together(problem, what=f"step {step} cannot run", groups=groups)
+    if problem:
+        logger.warning("step %s is dropped, as the data has ended; it could not have run: %s", step, problem)
     _same(
         words,
         everyone,

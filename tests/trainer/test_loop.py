@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -260,7 +262,7 @@ def test_or_before_the_first_empty_pack_of_any_group(tmp_path: Path) -> None:
     assert latest(tmp_path) == tmp_path / "step-00000002"
 
 
-def _fails_in_the_dropped_step(rank: int, folder: Path) -> int:
+def _fails_in_the_dropped_step(rank: int, folder: Path) -> tuple[int, list[str]]:
     """Group 0 cannot load step 2, which is dropped because group 1 has no samples for it."""
 
     def act(step: int) -> None:
@@ -269,11 +271,19 @@ def _fails_in_the_dropped_step(rank: int, folder: Path) -> int:
 
     topology = Topology(2, replicas_per_group=1)
     loader = ListLoader(topology, num_full=3 - rank, act=act)
-    return _run(folder, topology, loader=loader, end="drop")[0].num_steps
+    handler = BufferingHandler(1000)
+    handler.setLevel(logging.WARNING)
+    logging.getLogger("trainer").addHandler(handler)
+    done, _ = _run(folder, topology, loader=loader, end="drop")
+    return done.num_steps, [record.getMessage() for record in handler.buffer]
 
 
-def test_a_failure_in_the_dropped_step_is_none(tmp_path: Path) -> None:
-    assert run_ranks(2, _fails_in_the_dropped_step, args=(tmp_path,)) == [2, 2]
+def test_a_failure_in_the_dropped_step_is_none_but_told_where_it_was(tmp_path: Path) -> None:
+    (steps, told), other = run_ranks(2, _fails_in_the_dropped_step, args=(tmp_path,))
+    assert (steps, other) == (2, (2, []))
+    (warning,) = told
+    assert "step 2 is dropped" in warning
+    assert "more bad samples than loader.max_bad_fraction" in warning
 
 
 def _failing_loader(rank: int, folder: Path) -> str:
