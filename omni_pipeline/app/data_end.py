@@ -5,11 +5,12 @@ All from the metrics of the run, so that it holds for a run of several starts, a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from omni_pipeline.app.run_dir import Event
 from omni_pipeline.app.sinks import MetricValues
 
 DATA_ENDED = "the data ended"
@@ -66,6 +67,11 @@ def data_end(metrics: Mapping[str, MetricValues]) -> DataEnd | None:
         num_empty_packs=_total(metrics, "loader/empty_packs"),
         num_empty_positions=_total(metrics, "loader/empty_positions"),
     )
+
+
+def has_ended(events: Iterable[Event], num_steps: int) -> bool:
+    """Return whether the data of a run that trained ``num_steps`` ended there, by its events."""
+    return any(event.step == num_steps and DATA_ENDED in event.text for event in events)
 
 
 def _total(metrics: Mapping[str, MetricValues], name: str) -> int:

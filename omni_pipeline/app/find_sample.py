@@ -20,6 +20,7 @@ from typing import Any
 
 from loaders.lanes import LaneOrder
 from loaders.quarantine import PLAN_STAGE, read_quarantine
+from omni_pipeline.app.data_end import has_ended
 from omni_pipeline.app.find_rows import FoundRow, find_rows
 from omni_pipeline.app.follow import KnownStates, Progress, no_progress
 from omni_pipeline.app.lane_walk import LaneWalks
@@ -50,7 +51,7 @@ class Visit:
         position: Its position there.
         step: The step that it is in.
         pack: Running number of its pack in the lane.
-        state: "trained", "ahead", or "after the end" of the run.
+        state: "trained", "ahead", "not reached" since the data ended before, or "after the end" of the run.
         failure: Why it failed there, by the run's quarantine; "" if it is not known to have failed.
         place: Where it runs, if a number of ranks was given.
     """
@@ -91,6 +92,7 @@ class FoundSample:
         num_matches: All of them.
         num_steps: Steps of the run.
         num_trained: Steps that its folder says are trained.
+        data_end: Step at which its folder says that the data ended, if it does.
         notes: What else there is to know, in sentences.
     """
 
@@ -98,6 +100,7 @@ class FoundSample:
     num_matches: int
     num_steps: int
     num_trained: int
+    data_end: int | None
     notes: list[str]
 
     def to_dict(self) -> dict[str, Any]:
@@ -136,12 +139,14 @@ def find_sample(
         places = places_of(visits, stream, states=search.states, planner=planner, progress=progress)
         samples = [_with_places(item, places) for item in samples]
     notes = search.states.unusable(after=0, until=config.run.steps)
-    if config.order.end == "drop" and search.may_end():
+    if config.order.end == "drop" and search.data_end is None and search.may_end():
         notes.append(
             "order.end = 'drop' ends the run before the first step with an empty pack, which may be before"
             " the last visits; `omni plan --step` tells of each step"
         )
-    return FoundSample(samples, found.num_matches, config.run.steps, search.num_trained, notes)
+    return FoundSample(
+        samples, found.num_matches, config.run.steps, search.num_trained, search.data_end, notes
+    )
 
 
 class _Search:
@@ -156,6 +161,8 @@ class _Search:
         self.states = KnownStates(config, stream)
         folder = RunDir(config.run.dir)
         self.num_trained = num_steps_trained(folder.metrics_path)
+        ended = has_ended(folder.events(), self.num_trained) and _ends_alike(folder.settings(), config)
+        self.data_end = self.num_trained if ended else None
         self._failures = {
             (record.step, record.sample_id): record.reason
             for record in read_quarantine(folder.quarantine_path)
@@ -223,6 +230,8 @@ class _Search:
         state = "trained" if packed.step < self.num_trained else "ahead"
         if packed.step >= self._config.run.steps:
             state = "after the end"
+        if self.data_end is not None and packed.step >= self.data_end:
+            state = "not reached"
         failure = self._failures.get((packed.step, row.id), "")
         return Visit(epoch, lane, position, packed.step, packed.number, state, failure)
 
@@ -241,11 +250,19 @@ class _Search:
         """Look for the first visit after the end of the run."""
         steps = self._config.run.steps
         never = f"not seen in the {steps} {'step' if steps == 1 else 'steps'} of the run"
+        if self.data_end is not None and self.data_end <= steps:
+            return SampleHistory(row, [], num_epochs, f"{never}: the data ended at step {self.data_end}")
         for until in range(2 * steps, (LOOK_BEYOND + 1) * steps, steps):
             visit = self._visit(row, order, 0, until)
             if visit is not None:
                 return SampleHistory(row, [visit], num_epochs, f"{never}; it would be at step {visit.step}")
         return SampleHistory(row, [], num_epochs, f"{never}, nor before step {(LOOK_BEYOND + 1) * steps}")
+
+
+def _ends_alike(settings: Mapping[str, Any] | None, config: RunConfig) -> bool:
+    """Return whether data that ended with ``settings`` ends there with ``config`` too, and does not go on."""
+    deciding = config.model_dump(mode="json", include={"order", "sources", "groups", "deny"})
+    return settings is not None and all(settings.get(name) == value for name, value in deciding.items())
 
 
 def _key_of(row: FoundRow, visit: Visit) -> SampleVisit:

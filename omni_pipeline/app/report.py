@@ -17,7 +17,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from omni_pipeline.app.data_end import DATA_ENDED, data_end
+from omni_pipeline.app.data_end import data_end, has_ended
 from omni_pipeline.app.report_charts import compact, percent
 from omni_pipeline.app.report_figures import figures
 from omni_pipeline.app.report_gallery import GalleryPack
@@ -187,7 +187,7 @@ def used_up(run: RunData, events: Sequence[Event]) -> str:
         return ""
     num_left = sum(used.left.values())
     num_steps = run.attempts[-1].last_step + 1
-    if any(event.step == num_steps and DATA_ENDED in event.text for event in events):
+    if has_ended(events, num_steps):
         left = f"{num_left:,} samples were left over" if num_left else "every sample was seen"
         return f"The data ended at step {num_steps}: {left}; {used.padding}."
     return f"{num_left:,} samples are left; {used.padding}."

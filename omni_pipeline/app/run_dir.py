@@ -107,12 +107,19 @@ class RunDir:
 
     def summary(self) -> dict[str, Any] | None:
         """Return the closing numbers, if written."""
-        path = self.path / "summary.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        return self._read("summary.json")
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Keep the resolved settings beside the run."""
         self._write("settings.json", settings)
+
+    def settings(self) -> dict[str, Any] | None:
+        """Return the resolved settings of the last start, if written."""
+        return self._read("settings.json")
+
+    def _read(self, name: str) -> dict[str, Any] | None:
+        path = self.path / name
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def _write(self, name: str, data: Mapping[str, Any]) -> None:
         partial = self.path / f".{name}.{os.getpid()}"

@@ -40,7 +40,7 @@ def print_sample(found: FoundSample) -> None:
         " packs are lane:number, places replica/microbatch",
     )
     for history in found.samples:
-        _print_history(console, history)
+        _print_history(console, history, data_end=found.data_end)
     if found.num_matches > len(found.samples):
         _print_notes(
             console,
@@ -158,7 +158,7 @@ def _print_sources(console: Console, explained: ExplainedStep) -> None:
     console.print(table)
 
 
-def _print_history(console: Console, history: SampleHistory) -> None:
+def _print_history(console: Console, history: SampleHistory, *, data_end: int | None) -> None:
     row = history.row
     _say(console, f"{row.id.source}/{row.key}: {_file_name(row.shard)} row {row.id.row}")
     if history.visits:
@@ -173,6 +173,8 @@ def _print_history(console: Console, history: SampleHistory) -> None:
                 cells += [f"{place.replica}/{place.microbatch}", _numbers(place.ranks)]
                 cells.append(_numbers(place.encoded_by) or "-")
             state = f"failed: {visit.failure}" if visit.failure else visit.state
+            if visit.state == "not reached":
+                state += f": the data ended at step {data_end}"
             table.add_row(*cells, escape(state))
         console.print(table)
     _print_notes(console, [history.note] if history.note else [])

@@ -11,8 +11,11 @@ import pytest
 from loaders.index import index_shards
 from omni_pipeline.app import rank as rank_module
 from omni_pipeline.app.data_end import data_end
+from omni_pipeline.app.find_sample import find_sample
+from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.app.sinks import read_metrics
+from omni_pipeline.core.config import load_config
 from omni_pipeline.core.errors import DataError
 from tests.support.ranks import RanksFailedError, run_ranks
 from tests.support.runs import be_rank
@@ -188,9 +191,27 @@ def test_the_last_step_and_all_counts_are_the_same_on_any_ranks(
     assert _train(data, tmp_path, world_size, *flags) == alone[end]
 
 
+def _visits(data: Path, run_dir: Path, end: str) -> dict[str, dict[str, int]]:
+    """By state, the visits of each source that are told of the samples of a run."""
+    config = load_config(RunConfig, data / "run.toml", ["--run.dir", str(run_dir), "--order.end", end])
+    found: dict[str, dict[str, int]] = {}
+    for source, total in TOTALS.items():
+        for number in range(total):
+            (history,) = find_sample(config, f"{source}/{number:06d}").samples
+            for visit in history.visits:
+                counts = found.setdefault(visit.state, dict.fromkeys(TOTALS, 0))
+                counts[source] += 1
+    return found
+
+
 def test_an_ended_run_ends_at_once_and_then_goes_on_with_what_it_dropped(data: Path, tmp_path: Path) -> None:
     dropped = _train(data, tmp_path, 2, "--order.end", "drop")
     assert _train(data, tmp_path, 1, "--order.end", "drop") == dropped
+    assert _visits(data, tmp_path, "drop") == {
+        "trained": dropped.seen(),
+        "not reached": dropped.left_at_the_end(),
+    }
+    assert _visits(data, tmp_path, "pad") == {"trained": dropped.seen(), "ahead": dropped.left_at_the_end()}
     padded = _train(data, tmp_path, 3, "--order.end", "pad")
     assert padded.num_steps > dropped.num_steps
     assert padded.seen() == TOTALS

@@ -11,11 +11,13 @@ import pytest
 from loaders.quarantine import Quarantine, QuarantineRecord
 from omni_pipeline.app import find_rows
 from omni_pipeline.app import find_sample as module
+from omni_pipeline.app.data_end import DATA_ENDED
 from omni_pipeline.app.explain import explain_step
 from omni_pipeline.app.find_sample import FoundSample, SampleHistory, find_sample
 from omni_pipeline.app.follow import Start
 from omni_pipeline.app.lane_walk import is_ahead
-from omni_pipeline.app.run_dir import RunDir
+from omni_pipeline.app.run_config import RunConfig
+from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.app.wire import build_tokenizer, training_stream
 from omni_pipeline.core.errors import ConfigError
 from tests.support.run_folder import config_of, load_steps, write_metrics
@@ -201,6 +203,50 @@ def test_an_end_before_the_last_visits_is_told(run_file: Path) -> None:
     assert is_told("--order.epochs", "2", "--order.end", "drop")
     assert not is_told("--order.epochs", "2")
     assert not is_told("--order.end", "drop")
+
+
+ENDING = "--order.epochs", "2", "--order.end", "drop"
+
+
+def write_end(config: RunConfig, num_steps: int) -> None:
+    """Say that so many steps were trained, and that the data ended there."""
+    write_metrics(config, num_steps)
+    folder = RunDir(config.run.dir)
+    folder.write_settings(config.model_dump(mode="json"))
+    folder.add_event(Event(num_steps, f"{DATA_ENDED} at step {num_steps}"))
+
+
+def test_visits_after_the_recorded_end_of_the_data_are_not_reached(run_file: Path, tmp_path: Path) -> None:
+    flags = "--run.dir", str(tmp_path), *ENDING
+    visits = find_sample(config_of(run_file, *flags), "captions/000003").samples[0].visits
+    steps = [visit.step for visit in visits]
+    assert len(steps) == 2
+    write_end(config_of(run_file, *flags), steps[1])
+
+    def states(*more: str) -> tuple[int | None, list[str]]:
+        found = find_sample(config_of(run_file, *flags, *more), "captions/000003")
+        return found.data_end, [visit.state for visit in found.samples[0].visits]
+
+    assert states() == (steps[1], ["trained", "not reached"])
+    assert states("--order.end", "pad") == (None, ["trained", "ahead"])
+    # The run was started afresh, and has not come to the end.
+    write_metrics(config_of(run_file, *flags), steps[1] - 1)
+    assert states() == (None, ["trained", "ahead"])
+
+
+def test_nothing_is_looked_for_after_the_recorded_end_of_the_data(run_file: Path, tmp_path: Path) -> None:
+    flags = "--run.dir", str(tmp_path), *ENDING, "--run.steps", "1"
+    config = config_of(run_file, *flags)
+    late = next(
+        history
+        for number in range(26)
+        for history in find_sample(config, f"captions/{number:06d}").samples
+        if any(visit.state == "after the end" for visit in history.visits)
+    )
+    write_end(config, 1)
+    (history,) = find_sample(config, f"captions/{late.row.key}").samples
+    assert not history.visits
+    assert history.note == "not seen in the 1 step of the run: the data ended at step 1"
 
 
 def test_checkpoints_of_other_settings_are_named_since_they_saw_other_steps(run_file: Path) -> None:

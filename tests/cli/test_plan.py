@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from loaders.order import Order
+from omni_pipeline.app.data_end import DATA_ENDED
+from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.cli.progress import ProgressBar
 from tests.cli.test_main import run_main
-from tests.support.run_folder import config_of, load_steps
+from tests.support.run_folder import config_of, load_steps, write_metrics
 from tests.support.runs import make_run
 
 
@@ -112,6 +114,20 @@ def test_a_sample_is_shown_with_all_its_visits(plan: Plan) -> None:
         assert f"{visit['lane']}:{visit['pack']}" in shown
         assert visit["place"]["ranks"] == [visit["place"]["replica"]]
     assert {visit["state"] for visit in sample["visits"]} == {"trained", "ahead"}
+
+
+def test_visits_after_the_data_ended_are_shown_as_not_reached(
+    run_file: Path, tmp_path: Path, plan: Plan
+) -> None:
+    flags = "--run.dir", str(tmp_path), "--order.epochs", "2"
+    config = config_of(run_file, *flags)
+    write_metrics(config, 1)
+    folder = RunDir(tmp_path)
+    folder.write_settings(config.model_dump(mode="json"))
+    folder.add_event(Event(1, f"{DATA_ENDED} at step 1"))
+    shown = plan("--sample", "clips/000003", *flags)
+    assert "not reached: the data ended at step 1" in shown
+    assert "ahead" not in shown
 
 
 def test_arrays_are_written_where_asked(plan: Plan, tmp_path: Path) -> None:
