@@ -74,14 +74,7 @@ def _nothing_fits(
     source: SampleSource, ordinal: int, statuses: Counter[int], config: OrderConfig
 ) -> ConfigError:
     sizes = source.sizes(np.array([ordinal], dtype=np.int64))
-    reason = misfit(
-        int(sizes.tokens[0]),
-        int(sizes.cut_tokens[0]),
-        int(sizes.patches[0]),
-        int(sizes.mel_frames[0]),
-        budgets=config.budgets,
-        oversize=config.oversize,
-    )
+    reason = misfit(sizes, 0, budgets=config.budgets, oversize=config.oversize)
     _, key, shard = source.identify(ordinal)
     return ConfigError(
         f"none of {statuses[USABLE]} samples fits a pack; the smallest has {reason}",

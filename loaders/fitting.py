@@ -66,10 +66,11 @@ def fit(sizes: PackSizes, budgets: Budgets, *, oversize: Oversize) -> tuple[IntA
     return np.minimum(sizes.tokens, budgets.tokens), fits
 
 
-def misfit(
-    tokens: int, cut_tokens: int, patches: int, mel_frames: int, *, budgets: Budgets, oversize: Oversize
-) -> str:
-    """Return why no pack can hold a usable row of these sizes, "" if one can; agrees with ``fit``."""
+def misfit(sizes: PackSizes, place: int, *, budgets: Budgets, oversize: Oversize) -> str:
+    """Return why no pack can hold the usable row at ``place``, "" if one can; agrees with ``fit``."""
+    tokens, cut_tokens, patches, mel_frames = (
+        int(column[place]) for column in (sizes.tokens, sizes.cut_tokens, sizes.patches, sizes.mel_frames)
+    )
     if patches > budgets.patches:
         return f"{patches} patches, limit {budgets.patches} (order.max_patches)"
     if mel_frames > budgets.mel_frames:

@@ -246,14 +246,7 @@ class LaneCursor:
         if sizes.status[place] == UNUSABLE:
             reason = self._source.problem(ordinal)
         else:
-            reason = misfit(
-                int(sizes.tokens[place]),
-                int(sizes.cut_tokens[place]),
-                int(sizes.patches[place]),
-                int(sizes.mel_frames[place]),
-                budgets=self._budgets,
-                oversize=self._oversize,
-            )
+            reason = misfit(sizes, place, budgets=self._budgets, oversize=self._oversize)
         return Dropped(*self._source.identify(ordinal), self._lane, reason)
 
     def _check_not_endless(self, passed: int) -> None:

@@ -115,14 +115,7 @@ def _left_out(source: Source, ordinal: int, order: OrderConfig) -> str:
         return f"named by a deny-list of source {source.name}"
     if status == UNUSABLE:
         return source.problem(ordinal)
-    return misfit(
-        int(sizes.tokens[0]),
-        int(sizes.cut_tokens[0]),
-        int(sizes.patches[0]),
-        int(sizes.mel_frames[0]),
-        budgets=order.budgets,
-        oversize=order.oversize,
-    )
+    return misfit(sizes, 0, budgets=order.budgets, oversize=order.oversize)
 
 
 def _unknown(

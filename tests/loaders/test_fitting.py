@@ -31,8 +31,7 @@ BUDGETS = Budgets(tokens=500, patches=600, mel_frames=700)
 def reason_for(sample: Sample, budgets: Budgets, *, oversize: Oversize) -> str:
     """Why the sample does not fit; the array version must agree."""
     sizes = sizes_of([sample])
-    columns = sizes.tokens, sizes.cut_tokens, sizes.patches, sizes.mel_frames
-    reason = misfit(*[int(column[0]) for column in columns], budgets=budgets, oversize=oversize)
+    reason = misfit(sizes, 0, budgets=budgets, oversize=oversize)
     tokens, fits = fit(sizes, budgets, oversize=oversize)
     assert bool(fits[0]) == (reason == "")
     assert tokens[0] == min(sample.num_tokens, budgets.tokens)
