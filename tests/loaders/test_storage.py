@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import os
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from loaders import storage
 from omni_pipeline.core.errors import ConfigError, ShardError
@@ -153,3 +156,11 @@ def test_a_pattern_that_stands_for_nothing_is_a_setting_error(tmp_path: Path) ->
         storage.expand_shards(f"{tmp_path}/s-{{1..2}}.tar")
     with pytest.raises(ConfigError, match="unbalanced braces"):
         storage.expand_shards("s-{0..2.tar")
+
+
+@given(parts=st.lists(st.sampled_from(["a", "b.tar", ".", "..", "...", ".a", "", "a b"]), max_size=6))
+@pytest.mark.parametrize("start", ["", "/", "./", "../", "file:///"])
+def test_two_spellings_of_a_path_are_one_file_where_the_system_says_so(start: str, parts: list[str]) -> None:
+    url = start + "/".join(parts)
+    plain = os.path.abspath(url.removeprefix("file://"))
+    assert storage.first_places([plain, url, f"{plain}x"]) == [0, 2]
