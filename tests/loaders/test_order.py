@@ -5,76 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-import numpy as np
-import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from loaders.drawable import check_drawable
-from loaders.fitting import FILTERED, UNUSABLE, PackSizes
-from loaders.order import Order, OrderConfig, SampleSource, merge_states, restrict
+from loaders.order import Order, merge_states, restrict
 from loaders.weight import Weight, WeightTable
 from omni_pipeline.core.errors import ConfigError, DataError, StateMismatchError
-from omni_pipeline.core.plan import Pack
-from omni_pipeline.core.sample import Modality, SampleId, Segment
-from tests.support.strategies import MemorySource, media_segment, source_sets, text_segment, text_source
+from tests.support.orders import build, config, ends, ids, mixed_sources
+from tests.support.strategies import MemorySource, source_sets, text_source
 
 FAST = settings(deadline=None, max_examples=12)
 STEPS = 6
-
-
-def config(**changes: Any) -> OrderConfig:
-    values: dict[str, Any] = {
-        "lanes": 4, "packs_per_step": 8, "seq_len": 400, "look_ahead": 5, "shuffle_block": 4,
-        "max_patches": 500, "max_mel_frames": 900, "oversize": "cut",
-    }  # fmt: skip
-    return OrderConfig(**(values | changes))
-
-
-def build(
-    settings_: OrderConfig,
-    sources: Sequence[SampleSource],
-    *,
-    lanes: Iterable[int] | None = None,
-    weights: dict[str, Weight] | None = None,
-) -> Order:
-    return Order(
-        settings_,
-        sources=sources,
-        weights=weights or {source.name: 1.0 + index for index, source in enumerate(sources)},
-        seed=3,
-        lanes=range(settings_.lanes) if lanes is None else lanes,
-    )
-
-
-def mixed_sources() -> list[MemorySource]:
-    picture = [media_segment(Modality.IMAGE, (1, 8, 8)), text_segment(30)]
-    clip = [media_segment(Modality.VIDEO, (4, 10, 10)), text_segment(7)]
-    talk = [text_segment(5, loss=False), media_segment(Modality.AUDIO, (300, 1, 1)), text_segment(20)]
-    return [
-        text_source("text", [40, 0, 13], [10, 300, 55, 120, 1000, 33]),
-        MemorySource("images", [9, 30], [picture]),
-        MemorySource("video", [3], [clip, picture]),
-        MemorySource("talks", [25], [talk]),
-    ]
-
-
-def ids(packs: Iterable[Pack]) -> list[SampleId]:
-    return [sample.id for pack in packs for sample in pack.samples]
-
-
-def ends(order: Order, *, max_steps: int = 500) -> list[list[Pack]]:
-    steps: list[list[Pack]] = []
-    while not order.exhausted:
-        steps.append(order.next_step(len(steps)))
-        assert len(steps) < max_steps
-    return steps
 
 
 @FAST
@@ -163,67 +108,6 @@ def test_finite_epochs_give_every_sample_exactly_that_often_or_count_it_as_left_
         assert pack.num_tokens <= 400
     assert order.drain_dropped() == []
     assert not any(order.remaining().values())
-
-
-@dataclass(frozen=True)
-class PartlyUsableSource(MemorySource):
-    """Rows whose ordinal is 1, 2 or 3 modulo 5 are filtered, denied or unusable."""
-
-    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
-        status = np.where(ordinals % 5 <= 3, ordinals % 5, 0).astype(np.int8)
-        return replace(super().sizes(ordinals), status=status)
-
-    def problem(self, ordinal: int) -> str:
-        assert ordinal % 5 == UNUSABLE
-        return f"row {ordinal} is bad"
-
-
-def test_rows_that_are_left_out_are_passed_by_and_only_the_unwanted_losses_are_recorded() -> None:
-    source = PartlyUsableSource("text", [10, 0, 40], [[text_segment(30)]])
-    order = build(config(epochs=3), [source])
-    packs = [pack for step in ends(order) for pack in step]
-    usable = {source.sample(ordinal).id for ordinal in range(50) if ordinal % 5 in (0, 4)}
-    assert Counter(ids(packs)) == dict.fromkeys(usable, 3)
-    assert order.left_out == {("text", "where"): 30, ("text", "deny"): 30, ("text", "unusable"): 30}
-    dropped = order.drain_dropped()
-    assert sorted(item.reason for item in dropped) == sorted(
-        f"row {ordinal} is bad" for ordinal in range(3, 50, 5)
-    ), "once, in the first round"
-    assert not any(order.remaining().values())
-
-
-def test_a_source_of_which_all_rows_are_left_out_says_how_many_and_why() -> None:
-    source = PartlyUsableSource("text", [4], [[text_segment(30)]])
-    status = np.array([1, 1, 2, 3], dtype=np.int8)
-    nothing = StatusSource(source.name, source.shard_sizes, source.segments, status=status)
-    with pytest.raises(ConfigError) as caught:
-        build(config(), [nothing])
-    assert str(caught.value) == (
-        "no sample can be drawn: of 4 rows 2 left out by `where`, 1 denied, 1 unusable "
-        "(text-00000.tar, sample 0000-000003: row 3 is bad)\n"
-        "  where: source 'text'\n"
-        "  fix:   widen its `where` and deny-lists, mend its shards, or remove the source"
-    )
-
-
-@dataclass(frozen=True)
-class StatusSource(PartlyUsableSource):
-    """Rows of the given status."""
-
-    status: npt.NDArray[np.int8] = field(default_factory=lambda: np.zeros(0, dtype=np.int8))
-
-    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
-        return replace(super().sizes(ordinals), status=self.status[ordinals])
-
-
-def test_an_endless_source_that_gives_nothing_more_stops_the_run_instead_of_hanging() -> None:
-    good = text_source("text", [4], [30])
-    status = np.zeros(4, dtype=np.int8)
-    changing = StatusSource(good.name, good.shard_sizes, good.segments, status=status)
-    order = build(config(), [changing])
-    status[:] = FILTERED
-    with pytest.raises(DataError, match="257 rows in a row cannot be drawn"):
-        order.next_step(0)
 
 
 def test_an_epoch_cap_of_one_source_leaves_the_others_going_on_and_is_announced() -> None:
@@ -343,17 +227,6 @@ def test_a_source_that_is_used_up_leaves_and_the_others_go_on() -> None:
     assert found == {"small": 4, "large": 60}
 
 
-def test_dropped_samples_are_recorded_with_id_lane_and_reason() -> None:
-    order = build(config(oversize="drop"), [text_source("text", [8], [50, 401])])
-    order.next_step(0)
-    record = order.drain_dropped()[0]
-    assert record.id.source == "text"
-    assert record.id.row % 2 == 1
-    assert record.reason == "401 tokens, limit 400 (order.seq_len)"
-    assert record.shard == "text-00000.tar"
-    assert record.lane in range(4)
-
-
 def test_a_cut_sample_comes_back_cut_from_the_buffer() -> None:
     sources = [text_source("text", [30], [900, 100])]
     order = build(config(), sources)
@@ -363,53 +236,6 @@ def test_a_cut_sample_comes_back_cut_from_the_buffer() -> None:
     packs = again.next_step(1)
     assert packs == order.next_step(1)
     assert max(sample.num_tokens for pack in packs for sample in pack.samples) == 400
-
-
-@pytest.mark.parametrize("epochs", [None, 1])
-@pytest.mark.parametrize(
-    ("oversize", "parts", "reason"),
-    [
-        ("drop", [[text_segment(699)], [text_segment(499)]], "500 tokens, limit 400 (order.seq_len)"),
-        (
-            "cut",
-            [[media_segment(Modality.IMAGE, (1, 24, 24)), text_segment(3)]],
-            "576 patches, limit 500 (order.max_patches)",
-        ),
-        (
-            "drop",
-            [[media_segment(Modality.AUDIO, (1200, 1, 1)), text_segment(3)]],
-            "1200 mel frames, limit 900 (order.max_mel_frames)",
-        ),
-        (
-            "cut",
-            [[text_segment(500), text_segment(9)]],
-            "510 tokens, limit 400 (order.seq_len); no text at its end that could be cut",
-        ),
-    ],
-)
-def test_a_source_of_which_no_sample_fits_is_refused_before_the_run_starts(
-    epochs: int | None, oversize: Literal["drop", "cut"], parts: list[list[Segment]], reason: str
-) -> None:
-    bad = MemorySource("bad", [2], parts)
-    settings_ = config(oversize=oversize, epochs=epochs)
-    with pytest.raises(ConfigError) as caught:
-        build(settings_, [text_source("good", [9], [10]), bad])
-    number = len(parts) - 1
-    assert str(caught.value) == (
-        f"none of 2 samples fits a pack; the smallest has {reason}\n"
-        f"  where: source 'bad', bad-00000.tar, sample 0000-{number:06d}\n"
-        "  fix:   raise the limit named above, or remove the source"
-    )
-    build(settings_, [text_source("good", [9], [10]), bad], weights={"good": 1, "bad": 0})
-
-
-def test_one_sample_that_fits_all_budgets_at_once_is_enough_and_needed() -> None:
-    many_patches = [media_segment(Modality.IMAGE, (1, 24, 24)), text_segment(3)]
-    long = [text_segment(600)]
-    with pytest.raises(ConfigError, match="none of 2 samples fits"):
-        check_drawable([MemorySource("s", [2], [many_patches, long])], config(oversize="drop"))
-    check_drawable([MemorySource("s", [2], [many_patches, long])], config(oversize="cut"))
-    check_drawable([MemorySource("s", [3], [many_patches, long, [text_segment(399)]])], config())
 
 
 def test_the_state_is_plain_and_as_small_as_it_says() -> None:
@@ -437,40 +263,6 @@ def test_state_dict_shares_nothing_and_changes_nothing() -> None:
     state["0"]["buffer"].clear()
     assert json.dumps(order.state_dict()) == kept
     assert order.next_step(1) == control.next_step(1)
-
-
-@dataclass(frozen=True)
-class CountingSource(MemorySource):
-    """Counts the rows that are looked at."""
-
-    looked_at: list[int] = field(default_factory=list)
-
-    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
-        self.looked_at.append(len(ordinals))
-        return super().sizes(ordinals)
-
-
-def counting_sources() -> list[CountingSource]:
-    return [CountingSource(found.name, found.shard_sizes, found.segments) for found in mixed_sources()]
-
-
-def test_a_resume_at_any_step_looks_up_the_buffered_samples_and_nothing_else() -> None:
-    near = build(config(), mixed_sources())
-    near.next_step(0)
-    state = near.state_dict()
-    for lane in state.values():
-        for saved in lane["sources"].values():
-            saved["position"] += 10**12
-        lane["buffer"] = [[name, position + 10**12] for name, position in lane["buffer"]]
-    sources = counting_sources()
-    far = build(config(), sources)
-    for source in sources:
-        source.looked_at.clear()  # the check that something can be drawn
-    far.load_state_dict(json.loads(json.dumps(state)))
-    looked_at = sum(count for source in sources for count in source.looked_at)
-    assert looked_at == sum(len(lane["buffer"]) for lane in state.values())
-    assert far.state_dict() == state
-    assert all(pack.samples for pack in far.next_step(10**9))
 
 
 def test_loading_a_state_without_an_own_lane_is_refused_in_full_words() -> None:

@@ -1,0 +1,85 @@
+"""Cursor of a lane: rows that are left out are passed by, counted and recorded; none is looked up twice."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from loaders.fitting import FILTERED, PackSizes
+from omni_pipeline.core.errors import DataError
+from tests.support.orders import PartlyUsableSource, StatusSource, build, config, ends, ids, mixed_sources
+from tests.support.strategies import MemorySource, text_segment, text_source
+
+
+def test_rows_that_are_left_out_are_passed_by_and_only_the_unwanted_losses_are_recorded() -> None:
+    source = PartlyUsableSource("text", [10, 0, 40], [[text_segment(30)]])
+    order = build(config(epochs=3), [source])
+    packs = [pack for step in ends(order) for pack in step]
+    usable = {source.sample(ordinal).id for ordinal in range(50) if ordinal % 5 in (0, 4)}
+    assert Counter(ids(packs)) == dict.fromkeys(usable, 3)
+    assert order.left_out == {("text", "where"): 30, ("text", "deny"): 30, ("text", "unusable"): 30}
+    dropped = order.drain_dropped()
+    assert sorted(item.reason for item in dropped) == sorted(
+        f"row {ordinal} is bad" for ordinal in range(3, 50, 5)
+    ), "once, in the first round"
+    assert not any(order.remaining().values())
+
+
+def test_an_endless_source_that_gives_nothing_more_stops_the_run_instead_of_hanging() -> None:
+    good = text_source("text", [4], [30])
+    status = np.zeros(4, dtype=np.int8)
+    changing = StatusSource(good.name, good.shard_sizes, good.segments, status=status)
+    order = build(config(), [changing])
+    status[:] = FILTERED
+    with pytest.raises(DataError, match="257 rows in a row cannot be drawn"):
+        order.next_step(0)
+
+
+def test_dropped_samples_are_recorded_with_id_lane_and_reason() -> None:
+    order = build(config(oversize="drop"), [text_source("text", [8], [50, 401])])
+    order.next_step(0)
+    record = order.drain_dropped()[0]
+    assert record.id.source == "text"
+    assert record.id.row % 2 == 1
+    assert record.reason == "401 tokens, limit 400 (order.seq_len)"
+    assert record.shard == "text-00000.tar"
+    assert record.lane in range(4)
+
+
+@dataclass(frozen=True)
+class CountingSource(MemorySource):
+    """Counts the rows that are looked at."""
+
+    looked_at: list[int] = field(default_factory=list)
+
+    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
+        self.looked_at.append(len(ordinals))
+        return super().sizes(ordinals)
+
+
+def counting_sources() -> list[CountingSource]:
+    return [CountingSource(found.name, found.shard_sizes, found.segments) for found in mixed_sources()]
+
+
+def test_a_resume_at_any_step_looks_up_the_buffered_samples_and_nothing_else() -> None:
+    near = build(config(), mixed_sources())
+    near.next_step(0)
+    state = near.state_dict()
+    for lane in state.values():
+        for saved in lane["sources"].values():
+            saved["position"] += 10**12
+        lane["buffer"] = [[name, position + 10**12] for name, position in lane["buffer"]]
+    sources = counting_sources()
+    far = build(config(), sources)
+    for source in sources:
+        source.looked_at.clear()  # the check that something can be drawn
+    far.load_state_dict(json.loads(json.dumps(state)))
+    looked_at = sum(count for source in sources for count in source.looked_at)
+    assert looked_at == sum(len(lane["buffer"]) for lane in state.values())
+    assert far.state_dict() == state
+    assert all(pack.samples for pack in far.next_step(10**9))
