@@ -158,17 +158,15 @@ class LaneCursor:
         self._ready.clear()
 
     def entries(self, positions: Sequence[int]) -> list[Entry | None]:
-        """Return the samples at ``positions``, wherever the cursor is; None for what cannot be drawn."""
+        """Return the samples at rising ``positions``, wherever it stands; None for what cannot be drawn."""
         wanted = np.asarray(positions, dtype=np.int64)
-        rising = np.sort(wanted)
-        in_order = np.zeros(len(rising), dtype=np.int64)
+        ordinals = np.zeros(len(wanted), dtype=np.int64)
         start = 0
-        while start < len(rising):
-            self._find_block(int(rising[start]))
-            end = int(np.searchsorted(rising, self._block_first + len(self._block)))
-            in_order[start:end] = self._block[rising[start:end] - self._block_first]
+        while start < len(wanted):
+            self._find_block(int(wanted[start]))
+            end = int(np.searchsorted(wanted, self._block_first + len(self._block)))
+            ordinals[start:end] = self._block[wanted[start:end] - self._block_first]
             start = end
-        ordinals = in_order[np.searchsorted(rising, wanted)]
         sizes = self._source.sizes(ordinals)
         tokens, fits = fit(sizes, self._budgets, oversize=self._oversize)
         found = self._make(wanted, ordinals, tokens, sizes)

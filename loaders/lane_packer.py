@@ -7,6 +7,7 @@ It works on numbers; ``Order`` makes samples of the entries that are handed out.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,10 +144,17 @@ class LanePacker:
         """Raise ``StateMismatchError`` unless ``state`` can be loaded."""
         try:
             used = {str(name): int(saved["position"]) for name, saved in state["sources"].items()}
+            buffered: dict[str, list[int]] = {name: [] for name in used}
+            for name, position in state["buffer"]:
+                buffered[name].append(int(position))
             fits = (
                 int(state["number"]) >= 0
                 and int(state["tokens"]) >= 0
-                and all(0 <= int(position) < used[name] for name, position in state["buffer"])
+                and all(
+                    # Oldest first is rising, since a lane draws a source in the order of its positions.
+                    all(low < high for low, high in itertools.pairwise((-1, *positions, used[name])))
+                    for name, positions in buffered.items()
+                )
             )
             _ = [float(saved["credit"]) for saved in state["sources"].values()]
         except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -155,7 +163,7 @@ class LanePacker:
             ) from error
         if not fits:
             raise StateMismatchError(
-                f"state of lane {self._lane} buffers samples past the positions it says were drawn",
+                f"state of lane {self._lane} buffers samples that it says were not drawn, or not in order",
                 fix="resume from another checkpoint",
             )
         for name, cursor in zip(self._mixture.names, self._cursors, strict=True):

@@ -7,6 +7,7 @@ from typing import Literal
 import numpy as np
 import pytest
 
+from loaders import drawable
 from loaders.drawable import check_drawable
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality, Segment
@@ -73,3 +74,13 @@ def test_one_sample_that_fits_all_budgets_at_once_is_enough_and_needed() -> None
         check_drawable([MemorySource("s", [2], [many_patches, long])], config(oversize="drop"))
     check_drawable([MemorySource("s", [2], [many_patches, long])], config(oversize="cut"))
     check_drawable([MemorySource("s", [3], [many_patches, long, [text_segment(399)]])], config())
+
+
+def test_a_large_source_is_taken_to_be_good_after_the_first_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    status = np.array([1] * 8 + [0], dtype=np.int8)
+    source = StatusSource("text", [9], [[text_segment(30)]], status=status)
+    build(config(), [source])
+    monkeypatch.setattr(drawable, "MOST_ROWS", 4)
+    build(config(), [source])
+    with pytest.raises(ConfigError, match="of 4 rows 4 left out"):
+        build(config(), [StatusSource("text", [4], [[text_segment(30)]], status=status)])

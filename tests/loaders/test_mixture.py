@@ -230,3 +230,20 @@ def test_a_wrong_weight_says_what_is_wrong(weight: Weight, what: str) -> None:
 def test_a_mixture_needs_a_source() -> None:
     with pytest.raises(ConfigError, match="no sources"):
         Mixture({})
+
+
+def test_where_nothing_can_be_drawn_the_clock_of_tokens_goes_on_to_where_something_can() -> None:
+    grows = WeightTable(points=((100, 0.0), (300, 1.0)), over="tokens")
+    shrinks = WeightTable(points=((100, 1.0), (300, 0.0)), over="tokens")
+    mixture = Mixture(
+        {"now": 1, "between": shrinks, "late": [[5, 0], [6, 1]]},
+        group_of={"between": "g"},
+        groups={"g": grows},
+    )
+    between, late, now = range(3)
+    assert mixture.names == ("between", "late", "now")
+    assert mixture.wake(Moment(0, 7), used_up=frozenset()) == Moment(0, 7)
+    assert mixture.wake(Moment(0, 7), used_up=frozenset({now})) == Moment(0, 200), "only between the points"
+    assert mixture.wake(Moment(0, 7), used_up=frozenset({now, between})) == Moment(0, 7), "steps go on anyway"
+    assert mixture.wake(Moment(6, 7), used_up=frozenset({now, between})) == Moment(6, 7)
+    assert mixture.wake(Moment(6, 7), used_up=frozenset({now, between, late})) == Moment(6, 7)

@@ -280,7 +280,9 @@ def test_loading_a_state_without_an_own_lane_is_refused_in_full_words() -> None:
     [
         (lambda lane: lane.pop("number"), "malformed"),
         (lambda lane: lane["sources"].clear(), "malformed"),
-        (lambda lane: lane["buffer"].append(["text", 10**6]), "buffers samples past the positions"),
+        (lambda lane: lane["buffer"].append(["text", 10**6]), "buffers samples that it says were not drawn"),
+        (lambda lane: lane["buffer"].append(lane["buffer"][-1]), "or not in order"),
+        (lambda lane: lane["buffer"].append([lane["buffer"][-1][0], -1]), "or not in order"),
         (lambda lane: lane["sources"]["text"].update(position=10**6), "rows of source 'text', here it has"),
         (lambda lane: lane["sources"]["text"].update(credit="much"), "malformed"),
     ],
