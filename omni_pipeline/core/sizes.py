@@ -145,27 +145,15 @@ def num_sampled_frames(
 
 def image_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]:
     """Return the patch grids int64 [n, 3], (1, rows, columns) each, of still images."""
-    height, width, problems = resized_sides(
-        raw["height"],
-        raw["width"],
-        factor=sizes.factor,
-        min_pixels=sizes.min_pixels,
-        max_pixels=sizes.max_pixels,
-    )
-    return _grids(np.ones_like(height), height // sizes.patch, width // sizes.patch), problems
+    rows, columns, problems = _sides_in_patches(raw, sizes, max_pixels=sizes.max_pixels)
+    return _grids(np.ones_like(rows), rows, columns), problems
 
 
 def video_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]:
     """Return the patch grids int64 [n, 3], (temporal patches, rows, columns) each, of videos."""
-    height, width, problems = resized_sides(
-        raw["height"],
-        raw["width"],
-        factor=sizes.factor,
-        min_pixels=sizes.min_pixels,
-        max_pixels=sizes.video_max_pixels,
-    )
+    rows, columns, problems = _sides_in_patches(raw, sizes, max_pixels=sizes.video_max_pixels)
     frames = num_sampled_frames(raw["num_frames"], raw["duration_s"], sizes)
-    return _grids(frames // sizes.temporal_patch, height // sizes.patch, width // sizes.patch), problems
+    return _grids(frames // sizes.temporal_patch, rows, columns), problems
 
 
 def resampled_length(num_samples: IntT, sample_rate: IntT) -> IntT:
@@ -238,6 +226,20 @@ def grid_rows(modality: Modality, grids: IntArray, sizes: ModelSizes) -> IntArra
 def media_rows(modality: Modality, grid: tuple[int, int, int], sizes: ModelSizes) -> int:
     """Return the embedding rows of one media segment."""
     return int(grid_rows(modality, np.array([grid], dtype=np.int64), sizes)[0])
+
+
+def _sides_in_patches(
+    raw: RawArrays, sizes: VisionSizes, *, max_pixels: int
+) -> tuple[IntArray, IntArray, Problems]:
+    """Return rows and columns of patches after resizing, int64 [n] each."""
+    height, width, problems = resized_sides(
+        raw["height"],
+        raw["width"],
+        factor=sizes.factor,
+        min_pixels=sizes.min_pixels,
+        max_pixels=max_pixels,
+    )
+    return height // sizes.patch, width // sizes.patch, problems
 
 
 def _grids(time: IntArray, rows: IntArray, columns: IntArray) -> IntArray:

@@ -176,7 +176,8 @@ def test_any_chain_of_resumes_gives_the_packs_and_states_of_the_unbroken_run(
         run.order([])
     except ConfigError:
         return  # a source of which nothing fits
-    check(run, parts)
+    states = check(run, parts)
+    assert len(states) == 1 + sum(part.steps for part in parts)
 
 
 @pytest.mark.parametrize("look_ahead", [1, 16])

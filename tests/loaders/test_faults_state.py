@@ -7,16 +7,13 @@ import random
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 
 from balancer.reorder import lanes_of_group
-from loaders.fitting import PackSizes
 from loaders.loader import OmniLoader, merge_states
 from loaders.order import Order, OrderConfig
 from loaders.order import merge_states as merge_lanes
@@ -25,6 +22,7 @@ from omni_pipeline.core.errors import StateMismatchError
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.topology import Topology
 from tests.support.loading import Data, content, make_loader, take
+from tests.support.orders import CountingSource
 from tests.support.strategies import MemorySource, text_source
 
 
@@ -216,17 +214,6 @@ def test_a_weighted_mixture_resumes_at_any_topology(num_groups: int) -> None:
     for step in range(5, 8):
         packs = [pack for order in parts for pack in order.next_step(step)]
         assert sorted(packs, key=lambda pack: pack.lane) == whole.next_step(step)
-
-
-@dataclass(frozen=True)
-class CountingSource(MemorySource):
-    """Counts the rows that are looked at, call by call."""
-
-    looked_at: list[int] = field(default_factory=list)
-
-    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
-        self.looked_at.append(len(ordinals))
-        return super().sizes(ordinals)
 
 
 def test_a_resume_at_step_ten_thousand_reads_the_buffer_and_no_more() -> None:

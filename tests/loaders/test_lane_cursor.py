@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,16 @@ from loaders.lane_cursor import WINDOW, LaneCursor, LeftOut
 from loaders.lanes import LaneOrder
 from loaders.packing import Budgets, Entry
 from omni_pipeline.core.errors import DataError
-from tests.support.orders import PartlyUsableSource, StatusSource, build, config, ends, ids, mixed_sources
+from tests.support.orders import (
+    CountingSource,
+    PartlyUsableSource,
+    StatusSource,
+    build,
+    config,
+    ends,
+    ids,
+    mixed_sources,
+)
 from tests.support.strategies import MemorySource, text_segment, text_source
 
 
@@ -52,17 +61,6 @@ def test_dropped_samples_are_recorded_with_id_lane_and_reason() -> None:
     assert record.reason == "401 tokens, limit 400 (order.seq_len)"
     assert record.shard == "text-00000.tar"
     assert record.lane in range(4)
-
-
-@dataclass(frozen=True)
-class CountingSource(MemorySource):
-    """Counts the rows that are looked at."""
-
-    looked_at: list[int] = field(default_factory=list)
-
-    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
-        self.looked_at.append(len(ordinals))
-        return super().sizes(ordinals)
 
 
 def counting_sources() -> list[CountingSource]:

@@ -91,3 +91,14 @@ class StatusSource(PartlyUsableSource):
 
     def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
         return replace(super().sizes(ordinals), status=self.status[ordinals])
+
+
+@dataclass(frozen=True)
+class CountingSource(MemorySource):
+    """Counts the rows that are looked at."""
+
+    looked_at: list[int] = field(default_factory=list)
+
+    def sizes(self, ordinals: npt.NDArray[np.int64]) -> PackSizes:
+        self.looked_at.append(len(ordinals))
+        return super().sizes(ordinals)
