@@ -58,8 +58,17 @@ def _check_media(plan: StepPlan, where: str) -> None:
     ranks = set(plan.ranks)
     lengths = [pack.num_positions for pack in plan.packs]
     for item in plan.media:
-        if item.rank not in ranks:
-            raise PlanError(f"rank {item.rank} encodes media and is not of the group", where=where)
+        if not ranks.issuperset(item.ranks):
+            raise PlanError(f"ranks {item.ranks} encode media and are not all of the group", where=where)
+        if len(set(item.ranks)) != len(item.shares) or sum(item.shares) != item.num_rows:
+            raise PlanError(
+                f"ranks {item.ranks} make shares of {item.shares} rows, the segment has {item.num_rows}",
+                where=where,
+            )
+        if min(item.shares) < (len(item.ranks) > 1):
+            raise PlanError(
+                f"ranks {item.ranks} make shares of {item.shares} rows, one is empty", where=where
+            )
         if item.microbatch != plan.slots[item.pack].microbatch:
             raise PlanError(
                 f"segment {item.segment} of pack {item.pack} is encoded in microbatch {item.microbatch}, "

@@ -27,7 +27,7 @@ from balancer.placement import (
 from balancer.reorder import PackPlacement, lanes_of_group, num_microbatches
 from balancer.reshard import SequenceLayout, reshard_plan
 from omni_pipeline.core.errors import ConfigError, PlanError
-from omni_pipeline.core.plan import Balance, MediaPlacement, Pack, PackSlot, ReshardPlan, StepPlan
+from omni_pipeline.core.plan import EXACT, Balance, MediaPlacement, Pack, PackSlot, ReshardPlan, StepPlan
 from omni_pipeline.core.topology import Topology
 
 
@@ -136,6 +136,7 @@ class GroupPlanner:
             packs=inputs.packs,
             slots=_slots(inputs, chosen.packs),
             media=_media(inputs, chosen),
+            exchanges=(EXACT,) * self.num_microbatches,
             encoder_balance=_balance(
                 inputs.media_costs, len(inputs.ranks), unbalanced.encoder_ticks, chosen.encoder_ticks
             ),
@@ -222,7 +223,9 @@ def _media(inputs: StepInputs, choice: StepPlacement) -> tuple[MediaPlacement, .
             segment=item.segment,
             microbatch=microbatches[item.pack],
             encoder=encoder,
-            rank=inputs.ranks[member],
+            ranks=(inputs.ranks[member],),
+            shares=(item.num_rows,),
+            joined=False,
             position=item.position,
             num_rows=item.num_rows,
         )

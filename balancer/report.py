@@ -102,7 +102,7 @@ def rank_rows(plan: StepPlan, unbalanced: StepPlan, *, cost_model: CostModel) ->
             after_s=_encoding_s(plan, after[rank], cost_model),
             num_media_before=len(before[rank]),
             num_media_after=len(after[rank]),
-            num_rows_after=sum(item.num_rows for item in after[rank]),
+            num_rows_after=sum(len(item.rows_of(rank)) for item in after[rank]),
         )
         for rank in plan.ranks
     ]
@@ -112,7 +112,10 @@ def moved_rows_fraction(plan: StepPlan, topology: Topology) -> float:
     """Return the share of embedding rows that are encoded outside of their replica's owners, 0 to 1."""
     owners = {replica: set(row_owners(topology, replica)) for replica in plan.replicas}
     moved = sum(
-        item.num_rows for item in plan.media if item.rank not in owners[plan.slots[item.pack].replica]
+        rows
+        for item in plan.media
+        for rank, rows in zip(item.ranks, item.shares, strict=True)
+        if rank not in owners[plan.slots[item.pack].replica]
     )
     return moved / max(1, sum(item.num_rows for item in plan.media))
 
@@ -139,12 +142,14 @@ def _pack_row(pack: Pack, replica: int, microbatch: int, cost_model: CostModel, 
 def _media_by_rank(plan: StepPlan) -> dict[int, list[MediaPlacement]]:
     found: dict[int, list[MediaPlacement]] = {rank: [] for rank in plan.ranks}
     for item in plan.media:
-        found[item.rank].append(item)
+        for rank in item.ranks:
+            found[rank].append(item)
     return found
 
 
 def _encoding_s(plan: StepPlan, items: list[MediaPlacement], cost_model: CostModel) -> float:
     return sum(
         cost_model.media_cost(plan.packs[item.pack].samples[item.sample].segments[item.segment])
+        / len(item.ranks)
         for item in items
     )

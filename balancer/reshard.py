@@ -97,7 +97,8 @@ def _send(
     owners = []
     for item in _in_row_order(plan.media_of(rank=rank, microbatch=microbatch), order):
         owners_of_pack = np.asarray(row_owners(layout.topology, replica_of[item.pack]), dtype=np.int64)
-        positions = np.arange(item.position, item.position + item.num_rows)
+        rows = item.rows_of(rank)
+        positions = np.arange(item.position + rows.start, item.position + rows.stop)
         owners.append(owners_of_pack[positions // layout.chunk(plan.packs[item.pack])])
     return _by_member(_concatenate(owners), plan.ranks)
 
@@ -118,7 +119,8 @@ def _receive(
         last = min(item.position + item.num_rows, start + chunk)
         if first < last:
             positions.append(np.arange(first - start, last - start, dtype=np.int64))
-            senders.append(np.full(last - first, item.rank, dtype=np.int64))
+            makers = np.repeat(np.asarray(item.ranks, dtype=np.int64), item.shares)
+            senders.append(makers[first - item.position : last - item.position])
     rows, splits = _by_member(_concatenate(senders), plan.ranks)
     return _concatenate(positions)[rows], splits
 

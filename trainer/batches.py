@@ -8,7 +8,7 @@ import numpy as np
 
 from omni_pipeline.core.batch import Batch, MicroBatch
 from omni_pipeline.core.errors import OmniError
-from omni_pipeline.core.plan import Balance, ReshardPlan, StepPlan
+from omni_pipeline.core.plan import EXACT, Balance, ReshardPlan, StepPlan
 from trainer.colocation import EncoderAnchor
 from trainer.parallel.mesh import RankGroups
 from trainer.reshard import reshard_problem
@@ -44,7 +44,7 @@ def batch_problem(batch: Batch, anchors: Sequence[EncoderAnchor], groups: RankGr
 
 def rows_by_plan(plan: StepPlan, microbatch: int, *, rank: int) -> int:
     """Return the embedding rows that ``rank`` makes in ``microbatch``."""
-    return sum(item.num_rows for item in plan.media_of(rank=rank, microbatch=microbatch))
+    return sum(len(item.rows_of(rank)) for item in plan.media_of(rank=rank, microbatch=microbatch))
 
 
 def idle_batch(
@@ -62,6 +62,7 @@ def idle_batch(
         packs=(),
         slots=(),
         media=(),
+        exchanges=(EXACT,) * num_microbatches,
         encoder_balance=nothing,
         llm_balance=nothing,
     )

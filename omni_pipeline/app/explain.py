@@ -57,11 +57,11 @@ class ExplainedGroup:
 
     def sample_rows(self) -> Iterator[SampleRow]:
         """Yield every sample, in plan order."""
-        ranks = {(item.pack, item.sample, item.segment): item.rank for item in self.plan.media}
+        ranks = {(item.pack, item.sample, item.segment): item.ranks for item in self.plan.media}
         for index, (pack, slot) in enumerate(zip(self.plan.packs, self.plan.slots, strict=True)):
             for number, sample in enumerate(pack.samples):
                 segments = tuple(
-                    _describe(segment, rank=ranks.get((index, number, place)))
+                    _describe(segment, ranks=ranks.get((index, number, place), ()))
                     for place, segment in enumerate(sample.segments)
                 )
                 yield SampleRow(sample, slot.replica, slot.microbatch, segments)
@@ -203,7 +203,7 @@ def _empty_packs(config: RunConfig, plans: Sequence[StepPlan]) -> list[str]:
     return [f"{num_empty} of {len(packs)} packs are empty, since their lanes have no samples left{end}"]
 
 
-def _describe(segment: Segment, *, rank: int | None) -> str:
-    if rank is None:
+def _describe(segment: Segment, *, ranks: tuple[int, ...]) -> str:
+    if not ranks:
         return f"{segment.modality} {segment.num_tokens}"
-    return f"{segment.modality} {segment.num_units} -> {segment.num_rows} @ {rank}"
+    return f"{segment.modality} {segment.num_units} -> {segment.num_rows} @ {'+'.join(map(str, ranks))}"

@@ -52,7 +52,7 @@ class GalleryMedia:
         modality: "image", "video" or "audio".
         mime: Type of ``data``.
         data: What a player gets (audio, video); empty if too large or not needed.
-        rank: Rank that encodes it.
+        ranks: Ranks that encode it.
         rows: Embedding rows.
         num_tokens: Positions in the pack, markers included.
         member: Tar member or column.
@@ -64,7 +64,7 @@ class GalleryMedia:
     modality: str
     mime: str
     data: bytes
-    rank: int
+    ranks: tuple[int, ...]
     rows: int
     num_tokens: int
     member: str = ""
@@ -109,7 +109,9 @@ class GalleryPack:
     def encoding_ranks(self) -> tuple[int, ...]:
         """Ranks that encode a part of it, ascending."""
         parts = [part for sample in self.samples for part in sample.parts]
-        return tuple(sorted({part.rank for part in parts if isinstance(part, GalleryMedia)}))
+        return tuple(
+            sorted({rank for part in parts if isinstance(part, GalleryMedia) for rank in part.ranks})
+        )
 
 
 def gallery_from_plan(plan: StepPlan, read: ReadRange, *, max_packs: int) -> list[GalleryPack]:
@@ -197,7 +199,7 @@ class _Maker:
             modality=str(segment.modality),
             mime=mime,
             data=shown.data,
-            rank=placement.rank if placement else -1,
+            ranks=placement.ranks if placement else (),
             rows=segment.num_rows,
             num_tokens=segment.num_tokens,
             member=segment.member,
@@ -253,9 +255,11 @@ def _parts_of(parts: list[dict[str, Any]]) -> Iterator[GalleryMedia | GalleryTex
         if part["modality"] == "text":
             yield GalleryText(**part)
         else:
+            one_rank = [part.pop("rank")] if "rank" in part else []  # runs made before LSSP
             yield GalleryMedia(
                 **{
                     **part,
+                    "ranks": tuple(part.get("ranks", one_rank)),
                     "data": base64.b64decode(part["data"]),
                     "frames": tuple(base64.b64decode(frame) for frame in part["frames"]),
                     "peaks": tuple(part["peaks"]),

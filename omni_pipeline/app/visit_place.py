@@ -87,5 +87,7 @@ def _place(visit: SampleVisit, sample: int, plan: StepPlan, planner: GroupPlanne
         replica=slot.replica,
         microbatch=slot.microbatch,
         ranks=planner.topology.row_owners(slot.replica),
-        encoded_by=tuple(item.rank for item in plan.media if (item.pack, item.sample) == (pack, sample)),
+        encoded_by=tuple(
+            rank for item in plan.media if (item.pack, item.sample) == (pack, sample) for rank in item.ranks
+        ),
     )

@@ -12,7 +12,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +20,11 @@ import numpy.typing as npt
 from omni_pipeline.core.sample import Sample
 
 IntArray = npt.NDArray[np.int64]
+
+ExchangeKind = Literal["exact", "symmetric", "two_level"]
+"""How rows travel: one all-to-all with exact splits; a buffer of all rows, summed over the group; or two
+all-to-alls, first inside the node, then between ranks of equal place in their nodes."""
+EXACT: ExchangeKind = "exact"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +78,21 @@ class PackSlot:
 class MediaPlacement:
     """Where one media segment is fetched, decoded and encoded.
 
+    A *short* segment is encoded by one rank, a *long* one by a sequence-parallel subgroup (LSSP): each of its
+    ranks makes a share of the rows.
+
     Args:
         pack: Index in ``StepPlan.packs``.
         sample: Index in the pack's samples.
         segment: Index in the sample's segments.
         microbatch: The microbatch of its pack.
         encoder: Name of the encoder.
-        rank: Rank (of the whole run) that encodes it.
+        ranks: Ranks (of the whole run) that encode it, in the order of their shares; one if it is short.
+        shares: Embedding rows that each of ``ranks`` makes, at least 1: consecutive runs of its rows.
+        joined: Whether attention crosses the shares, so that their ranks exchange heads (Ulysses); shares
+            that end where attention ends anyway (frames of a clip, chunks of a recording) need no exchange.
         position: First sequence position of its embedding rows in the pack.
-        num_rows: Embedding rows.
+        num_rows: Embedding rows, the sum of ``shares``.
     """
 
     pack: int
@@ -89,9 +100,24 @@ class MediaPlacement:
     segment: int
     microbatch: int
     encoder: str
-    rank: int
+    ranks: tuple[int, ...]
+    shares: tuple[int, ...]
+    joined: bool
     position: int
     num_rows: int
+
+    @property
+    def is_long(self) -> bool:
+        """Whether several ranks encode it."""
+        return len(self.ranks) > 1
+
+    def rows_of(self, rank: int) -> range:
+        """Return which of the segment's rows ``rank`` makes; none if it has no share."""
+        if rank not in self.ranks:
+            return range(0)
+        place = self.ranks.index(rank)
+        start = sum(self.shares[:place])
+        return range(start, start + self.shares[place])
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +156,7 @@ class StepPlan:
         packs: The group's packs, by lane then number.
         slots: One per pack, in the order of ``packs``. A (replica, microbatch) without a slot runs empty.
         media: One per media segment, by pack, sample, segment.
+        exchanges: How rows travel, by microbatch.
         encoder_balance: Load of the encoders over the group's ranks.
         llm_balance: Load of the LLM over the group's replicas.
     """
@@ -142,6 +169,7 @@ class StepPlan:
     packs: tuple[Pack, ...]
     slots: tuple[PackSlot, ...]
     media: tuple[MediaPlacement, ...]
+    exchanges: tuple[ExchangeKind, ...]
     encoder_balance: Balance
     llm_balance: Balance
 
@@ -167,7 +195,11 @@ class StepPlan:
                 for pack in self.packs
             ],
             [[s.pack, s.replica, s.microbatch] for s in self.slots],
-            [[m.pack, m.sample, m.segment, m.encoder, m.rank, m.position] for m in self.media],
+            [
+                [m.pack, m.sample, m.segment, m.encoder, m.ranks, m.shares, m.joined, m.position]
+                for m in self.media
+            ],
+            self.exchanges,
         ]
         raw = hashlib.blake2b(json.dumps(content).encode(), digest_size=8).digest()
         return int.from_bytes(raw, "little") >> 1
@@ -181,14 +213,15 @@ class StepPlan:
         return {(slot.replica, slot.microbatch): slot.pack for slot in self.slots}
 
     def media_of(self, *, rank: int, microbatch: int) -> tuple[MediaPlacement, ...]:
-        """Return what ``rank`` encodes in ``microbatch``, in plan order."""
+        """Return what ``rank`` encodes in ``microbatch``, whole or a share of it, in plan order."""
         return self._media_of.get((rank, microbatch), ())
 
     @functools.cached_property
     def _media_of(self) -> dict[tuple[int, int], tuple[MediaPlacement, ...]]:
         found: dict[tuple[int, int], list[MediaPlacement]] = {}
         for placement in self.media:
-            found.setdefault((placement.rank, placement.microbatch), []).append(placement)
+            for rank in placement.ranks:
+                found.setdefault((rank, placement.microbatch), []).append(placement)
         return {place: tuple(items) for place, items in found.items()}
 
     @property
@@ -243,6 +276,7 @@ def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
         "digest": f"{plan.digest:016x}",
         "ranks": list(plan.ranks),
         "num_microbatches": plan.num_microbatches,
+        "exchanges": list(plan.exchanges),
         "padding": plan.padding,
         "imbalance": {
             "encoder": {
@@ -290,7 +324,9 @@ def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
                 "segment": item.segment,
                 "microbatch": item.microbatch,
                 "encoder": item.encoder,
-                "rank": item.rank,
+                "ranks": list(item.ranks),
+                "shares": list(item.shares),
+                "joined": item.joined,
                 "position": item.position,
                 "num_rows": item.num_rows,
             }

@@ -229,6 +229,7 @@ def mixed_plan(store: Store, *, num_packs: int = 4, texts: Callable[[int], str] 
         packs=tuple(packs),
         slots=tuple(slots),
         media=tuple(media),
+        exchanges=("exact",) * 2,
         encoder_balance=balance,
         llm_balance=balance,
     )
@@ -248,7 +249,9 @@ def _placements(number: int, samples: list[Sample]) -> list[MediaPlacement]:
                         segment=which,
                         microbatch=number // 2,
                         encoder=encoder,
-                        rank=rank,
+                        ranks=(rank,),
+                        shares=(segment.num_rows,),
+                        joined=False,
                         position=position,
                         num_rows=segment.num_rows,
                     )

@@ -121,7 +121,9 @@ def test_visits_say_where_they_run(run_file: Path) -> None:
         assert (visit.place.replica, visit.place.microbatch) == (slot.replica, slot.microbatch)
         assert visit.place.ranks == (slot.replica,)
         ids = [sample.id for sample in plan.packs[pack].samples]
-        ranks = [item.rank for item in plan.media if item.pack == pack and ids[item.sample] == history.row.id]
+        ranks = [
+            item.ranks[0] for item in plan.media if item.pack == pack and ids[item.sample] == history.row.id
+        ]
         planned[visit.step, visit.lane, visit.pack] = ranks
     assert {key: sorted(ranks) for key, ranks in encoded.items()} == {
         key: sorted(ranks) for key, ranks in planned.items()

@@ -31,14 +31,14 @@ def test_packs_show_where_each_piece_is_encoded(made: tuple[StepPlan, synthetic_
         (2, 402, 0, 1),
     ]
     shown = {
-        (index, place, which): part.rank
+        (index, place, which): part.ranks
         for index, pack in enumerate(packs)
         for place, sample in enumerate(pack.samples)
         for which, part in enumerate(sample.parts)
         if isinstance(part, GalleryMedia)
     }
     assert shown == {
-        (item.pack, item.sample, item.segment): item.rank for item in plan.media if item.pack < 3
+        (item.pack, item.sample, item.segment): item.ranks for item in plan.media if item.pack < 3
     }
     assert packs[0].encoding_ranks == (0, 1, 2)
 

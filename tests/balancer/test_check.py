@@ -50,7 +50,10 @@ def moved(item: MediaPlacement, **changes: Any) -> MediaPlacement:
             lambda plan: {"media": (moved(plan.media[0], position=0), plan.media[1])},
             "media placements differ",
         ),
-        (lambda plan: {"media": (moved(plan.media[0], rank=3), plan.media[1])}, "rank 3 encodes media"),
+        (
+            lambda plan: {"media": (moved(plan.media[0], ranks=(3,)), plan.media[1])},
+            r"ranks \(3,\) encode media",
+        ),
         (
             lambda plan: {"media": (moved(plan.media[0], microbatch=1), plan.media[1])},
             "is encoded in microbatch 1",

@@ -33,7 +33,7 @@ def test_every_pack_and_segment_is_placed_once_inside_its_group(step: Step, enab
         places = {(slot.replica, slot.microbatch) for slot in plan.slots}
         assert len(places) == len(packs)
         assert {replica for replica, _ in places} <= set(topology.replicas_of_group(group))
-        assert {item.rank for item in plan.media} <= set(topology.ranks_of_group(group))
+        assert {rank for item in plan.media for rank in item.ranks} <= set(topology.ranks_of_group(group))
         num_media = sum(
             part.is_media for pack in packs for sample in pack.samples for part in sample.segments
         )
@@ -93,7 +93,7 @@ def test_images_of_one_pack_spread_over_all_ranks_of_the_group() -> None:
     packs = (image_pack(0, num_images=8), Pack(lane=1, number=0, samples=()))
     step = Step(Topology(world_size=8, tp=2, pp=2), 2, 1, packs)
     plan = step.planner().plan(packs, step=0, group=0)
-    assert sorted(item.rank for item in plan.media) == list(range(8))
+    assert sorted(item.ranks[0] for item in plan.media) == list(range(8))
     assert plan.encoder_balance.imbalance_before == pytest.approx(8)
     assert plan.encoder_balance.imbalance_after == pytest.approx(1)
 
@@ -103,7 +103,7 @@ def test_media_stay_home_where_the_network_is_slow() -> None:
     step = Step(Topology(world_size=2), 2, 1, packs)
     plan = step.planner(model=cost_model(bytes_per_s=1.0)).plan(packs, step=0, group=0)
     home = {slot.pack: slot.replica for slot in plan.slots}
-    assert all(item.rank == home[item.pack] for item in plan.media)
+    assert all(item.ranks == (home[item.pack],) for item in plan.media)
 
 
 def test_switched_off_packs_stay_in_order_and_media_at_home() -> None:
@@ -111,7 +111,7 @@ def test_switched_off_packs_stay_in_order_and_media_at_home() -> None:
     step = Step(Topology(world_size=4, cp=2), 4, 1, packs)
     plan = step.planner(enabled=False).plan(packs, step=0, group=0)
     assert [(slot.replica, slot.microbatch) for slot in plan.slots] == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    assert {(item.pack, item.rank) for item in plan.media} == {(0, 0), (1, 2), (2, 0), (3, 2)}
+    assert {(item.pack, item.ranks[0]) for item in plan.media} == {(0, 0), (1, 2), (2, 0), (3, 2)}
     assert plan.encoder_balance.makespan_after == plan.encoder_balance.makespan_before
 
 

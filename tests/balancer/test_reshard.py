@@ -21,7 +21,7 @@ def encoder_outputs(plan: StepPlan, *, rank: int, microbatch: int) -> list[tuple
         (number, row)
         for name in ENCODERS
         for number, item in enumerate(plan.media)
-        if item.rank == rank and item.microbatch == microbatch and item.encoder == name
+        if item.ranks == (rank,) and item.microbatch == microbatch and item.encoder == name
         for row in range(item.num_rows)
     ]
 

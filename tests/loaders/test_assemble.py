@@ -52,7 +52,9 @@ def plan_of(packs: list[Pack], slots: list[tuple[int, int]], *, media_ranks: dic
                             segment=segment_index,
                             microbatch=microbatch,
                             encoder="audio" if segment.modality is Modality.AUDIO else "vision",
-                            rank=media_ranks.get(piece, replica),
+                            ranks=(media_ranks.get(piece, replica),),
+                            shares=(segment.num_rows,),
+                            joined=False,
                             position=start + 1,
                             num_rows=segment.num_rows,
                         )
@@ -67,6 +69,7 @@ def plan_of(packs: list[Pack], slots: list[tuple[int, int]], *, media_ranks: dic
         packs=tuple(packs),
         slots=tuple(PackSlot(index, *slot) for index, slot in enumerate(slots)),
         media=tuple(media),
+        exchanges=("exact", "exact"),
         encoder_balance=_FLAT,
         llm_balance=_FLAT,
     )

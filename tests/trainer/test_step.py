@@ -122,7 +122,7 @@ def _batch(
 def _num_moved(batch: Batch) -> int:
     """Return how many media segments another rank than the owner of their rows encodes."""
     replica_of = {slot.pack: slot.replica for slot in batch.plan.slots}
-    return sum(item.rank != replica_of[item.pack] for item in batch.plan.media)
+    return sum(item.ranks != (replica_of[item.pack],) for item in batch.plan.media)
 
 
 def _run_scenarios(
