@@ -114,13 +114,16 @@ class Stream:
 def build_topology(config: RunConfig, *, world_size: int, ranks_per_node: int) -> Topology:
     """Return the layout of the run.
 
+    Args:
+        ranks_per_node: Ranks of each machine.
+
     Raises:
-        ConfigError: Groups do not divide the replicas.
+        ConfigError: Groups do not divide the replicas, or machines the ranks.
     """
     size = config.balance.replicas_per_group(
         world_size=world_size, ranks_per_node=ranks_per_node, tp=1, cp=1, pp=1
     )
-    return Topology(world_size, replicas_per_group=size)
+    return Topology(world_size, replicas_per_group=size, ranks_per_node=ranks_per_node)
 
 
 def build_tokenizer(config: RunConfig) -> Tokenizer:

@@ -8,6 +8,7 @@ the size of the world: planning asks for them in each step.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from omni_pipeline.core.errors import ConfigError
@@ -23,9 +24,11 @@ class Topology:
         cp: Context-parallel degree.
         pp: Pipeline stages.
         replicas_per_group: Replicas that balance together; 0 means all.
+        ranks_per_node: Consecutive ranks on one machine, equal on all; 0 means that one machine holds all.
 
     Raises:
-        ConfigError: The degrees do not divide the world size, or the groups do not divide the replicas.
+        ConfigError: The degrees do not divide the world size, the groups do not divide the replicas, or the
+            nodes do not divide the ranks.
     """
 
     world_size: int
@@ -33,6 +36,7 @@ class Topology:
     cp: int = 1
     pp: int = 1
     replicas_per_group: int = 0
+    ranks_per_node: int = 0
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.world_size % self.ranks_per_replica:
@@ -44,6 +48,16 @@ class Topology:
             raise ConfigError(
                 f"{self.num_replicas} replicas do not divide into groups of {self.replicas_per_group}",
                 fix="change balance.group or the number of ranks",
+            )
+        if self.ranks_per_node < 0:
+            raise ConfigError(
+                f"{self.ranks_per_node} ranks per node, must be at least 1, or 0 for a single node",
+                fix="give the number of ranks that one machine runs",
+            )
+        if self.num_nodes > 1 and self.world_size % self.ranks_per_node:
+            raise ConfigError(
+                f"{self.world_size} ranks do not divide into nodes of {self.ranks_per_node}",
+                fix="start the same number of ranks on every node",
             )
 
     @property
@@ -60,6 +74,11 @@ class Topology:
     def num_groups(self) -> int:
         """Groups that plan and balance independently."""
         return self.num_replicas // (self.replicas_per_group or self.num_replicas)
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines that the run uses."""
+        return -(-self.world_size // self.ranks_per_node) if self.ranks_per_node else 1
 
     def replica_of(self, rank: int) -> int:
         """Return the replica that ``rank`` is part of."""
@@ -82,6 +101,14 @@ class Topology:
     def ranks_of_group(self, group: int) -> tuple[int, ...]:
         """Return all ranks of ``group``, ascending."""
         return self._ranks(self._replicas(group))
+
+    def node_of(self, rank: int) -> int:
+        """Return the machine that ``rank`` runs on."""
+        return rank // self.ranks_per_node if self.ranks_per_node else 0
+
+    def nodes_of_group(self, group: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of ``group`` by machine, ascending; machines without any are left out."""
+        return tuple(tuple(ranks) for _, ranks in itertools.groupby(self.ranks_of_group(group), self.node_of))
 
     def row_owners(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of pipeline stage 0 of ``replica``, which own its sequence positions, in order."""

@@ -149,6 +149,7 @@ def test_arrays_are_written_where_asked(plan: Plan, tmp_path: Path) -> None:
         (("--rank", "1"), "--rank goes with --rebuild, not with --step"),
         (("--group", "0", "--all-groups"), "exclude each other"),
         (("--ranks", "2", "--group", "1"), "there is no group 1: 2 ranks make 1"),
+        (("--ranks", "4", "--ranks-per-node", "3"), "4 ranks do not divide into nodes of 3"),
         (("--rebuild", "1", "--rank", "1"), "there is no rank 1: a run on 1 has rank 0 only"),
         (("--rebuild", "1", "--microbatch", "4"), "there is no microbatch 4: the step has 4"),
         (("--sample", "captions/0003"), "no sample has the key '0003'"),

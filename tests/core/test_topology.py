@@ -53,6 +53,41 @@ def test_a_world_size_that_does_not_fit_says_how_to_mend_it() -> None:
         Topology(6, tp=2, cp=2)
     with pytest.raises(ConfigError, match="6 replicas do not divide into groups of 4"):
         Topology(6, replicas_per_group=4)
+    with pytest.raises(ConfigError, match="12 ranks do not divide into nodes of 8"):
+        Topology(12, ranks_per_node=8)
+    with pytest.raises(ConfigError, match="-1 ranks per node, must be at least 1, or 0 for a single node"):
+        Topology(2, ranks_per_node=-1)
+
+
+@given(degrees, degrees, degrees, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]))
+def test_the_nodes_of_a_group_hold_each_of_its_ranks_once(
+    tp: int, pp: int, size: int, groups: int, nodes: int
+) -> None:
+    ranks_per_node = tp * size * groups
+    layout = Topology(
+        tp * pp * size * groups * nodes,
+        tp=tp,
+        pp=pp,
+        replicas_per_group=size * nodes,
+        ranks_per_node=ranks_per_node,
+    )
+    assert layout.num_nodes == pp * nodes
+    for group in range(layout.num_groups):
+        by_node = layout.nodes_of_group(group)
+        assert tuple(rank for ranks in by_node for rank in ranks) == layout.ranks_of_group(group)
+        holders = [{rank // ranks_per_node for rank in ranks} for ranks in by_node]
+        assert all(len(holder) == 1 for holder in holders)
+        assert len(set.union(*holders)) == len(by_node)
+        for ranks in by_node:
+            assert {layout.node_of(rank) for rank in ranks} == {ranks[0] // ranks_per_node}
+
+
+@pytest.mark.parametrize("ranks_per_node", [0, 4, 8])
+def test_a_world_that_fits_in_a_node_has_one(ranks_per_node: int) -> None:
+    layout = Topology(4, ranks_per_node=ranks_per_node)
+    assert layout.num_nodes == 1
+    assert layout.nodes_of_group(0) == ((0, 1, 2, 3),)
+    assert [layout.node_of(rank) for rank in range(4)] == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("number", [-1, 4])
