@@ -1,0 +1,1 @@
+"""A step simulated: the plans that ranks execute, on hardware that is data."""
