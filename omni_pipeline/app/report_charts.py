@@ -95,6 +95,7 @@ def line_chart(
     marks: Sequence[Mark] = (),
     from_zero: bool = False,
     reference: float | None = None,
+    axis: str = "step",
 ) -> Chart | None:
     """Return a chart of ``lines``, or None where there is nothing to draw.
 
@@ -106,6 +107,7 @@ def line_chart(
         marks: Vertical marks; those outside of the steps are moved to the nearest end.
         from_zero: Whether the value axis starts at zero.
         reference: A dotted horizontal line, e.g. the perfect value.
+        axis: What the steps are, in the tooltip.
     """
     drawn = [line for line in lines if np.isfinite(line.values).any()]
     if not drawn:
@@ -126,7 +128,7 @@ def line_chart(
         for line in drawn
     ]
     legend = [(line.name, line.colour, line.style) for line in drawn]
-    return Chart(Markup("".join(parts)), _tooltip_data(frame, series), legend)
+    return Chart(Markup("".join(parts)), _tooltip_data(frame, series, axis), legend)
 
 
 def share_chart(
@@ -165,7 +167,7 @@ def share_chart(
         _tooltip_series(name, index % 8, steps, table[index], percent) for index, name in enumerate(amounts)
     ]
     legend = [(name, index % 8, "area") for index, name in enumerate(amounts)]
-    return Chart(Markup("".join(parts)), _tooltip_data(frame, series), legend)
+    return Chart(Markup("".join(parts)), _tooltip_data(frame, series, "step"), legend)
 
 
 def bucket_means(steps: npt.NDArray[np.int64], values: FloatArray) -> tuple[FloatArray, FloatArray]:
@@ -361,8 +363,9 @@ def _tooltip_series(
     }
 
 
-def _tooltip_data(frame: _Frame, series: list[dict[str, Any]]) -> dict[str, Any]:
+def _tooltip_data(frame: _Frame, series: list[dict[str, Any]], axis: str) -> dict[str, Any]:
     return {
+        "axis": axis,
         "width": frame.width,
         "left": _LEFT,
         "right": frame.width - _RIGHT,

@@ -44,6 +44,13 @@ def test_one_value_is_a_dot() -> None:
     assert "<circle" in chart.svg
 
 
+def test_the_tooltip_names_what_the_chart_runs_over() -> None:
+    over_steps, over_shares = chart_of([1.0, 2.0]), chart_of([1.0, 2.0], axis="share of media")
+    assert over_steps is not None
+    assert over_shares is not None
+    assert (over_steps.data["axis"], over_shares.data["axis"]) == ("step", "share of media")
+
+
 def test_a_gap_lifts_the_pen() -> None:
     chart = chart_of([1.0, 2.0, math.nan, 1.0, 2.0])
     assert chart is not None

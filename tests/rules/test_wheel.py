@@ -27,5 +27,6 @@ def test_the_built_wheel_has_exactly_four_top_level_packages(tmp_path: Path) -> 
     names = zipfile.ZipFile(wheel).namelist()
     top = {name.split("/")[0] for name in names if ".dist-info/" not in name}
     assert top == {"balancer", "loaders", "omni_pipeline", "trainer"}
-    assert "omni_pipeline/app/report_template.html" in names
+    for page in ("report_template.html", "page_macros.html", "page_style.css", "page_script.js"):
+        assert f"omni_pipeline/app/{page}" in names
     assert "omni_pipeline/app/demo/media/LICENSES.md" in names
