@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -13,13 +11,13 @@ from balancer.partition import (
     FloatArray,
     balance,
     bin_loads,
-    karmarkar_karp,
     lower_bound,
     lpt,
-    lpt_equal_count,
     makespan,
+    multifit,
     refine,
 )
+from benchmarks.rivals import optimal_makespan
 
 COSTS = st.lists(st.integers(0, 50), max_size=7).map(lambda values: np.asarray(values, dtype=np.float64))
 MANY_COSTS = st.lists(st.integers(0, 1000), max_size=60).map(
@@ -29,33 +27,11 @@ BINS = st.integers(1, 3)
 MANY_BINS = st.integers(1, 9)
 
 
-def optimum(costs: FloatArray, num_bins: int) -> float:
-    """The least makespan of all assignments."""
-    choices = itertools.product(range(num_bins), repeat=len(costs))
-    return min(makespan(costs, np.asarray(bins, dtype=np.int64), num_bins) for bins in choices)
-
-
 @settings(max_examples=60)
 @given(COSTS, BINS)
 def test_lpt_stays_within_the_bound_of_graham(costs: FloatArray, num_bins: int) -> None:
     bound = 4 / 3 - 1 / (3 * num_bins)
-    assert makespan(costs, lpt(costs, num_bins), num_bins) <= bound * optimum(costs, num_bins) + 1e-9
-
-
-@settings(max_examples=60)
-@given(COSTS, BINS)
-def test_differencing_stays_within_its_bound(costs: FloatArray, num_bins: int) -> None:
-    # 7/6 for two bins (Fischetti and Martello); 4/3 - 1/(3(m-1)) for more (Michiels et al. 2003).
-    bound = 1.0 if num_bins == 1 else 7 / 6 if num_bins == 2 else 4 / 3 - 1 / (3 * (num_bins - 1))
-    assert (
-        makespan(costs, karmarkar_karp(costs, num_bins), num_bins) <= bound * optimum(costs, num_bins) + 1e-9
-    )
-
-
-def test_differencing_finds_the_split_that_lpt_misses() -> None:
-    costs = np.asarray([8.0, 7.0, 6.0, 5.0, 4.0])
-    assert makespan(costs, lpt(costs, 2), 2) == 17
-    assert makespan(costs, karmarkar_karp(costs, 2), 2) == 16
+    assert makespan(costs, lpt(costs, num_bins), num_bins) <= bound * optimal_makespan(costs, num_bins) + 1e-9
 
 
 def test_refinement_reaches_the_optimum_of_a_case_that_lpt_misses() -> None:
@@ -63,6 +39,42 @@ def test_refinement_reaches_the_optimum_of_a_case_that_lpt_misses() -> None:
     bins = lpt(costs, 2)
     assert makespan(costs, bins, 2) == 7
     assert makespan(costs, refine(costs, bins, 2), 2) == 6
+
+
+def test_refinement_swaps_with_a_third_bin_where_the_lightest_does_not_help() -> None:
+    costs = np.asarray([8.0, 5.0, 8.0, 7.0, 2.0])
+    bins = np.asarray([1, 1, 0, 2, 2])
+    assert bin_loads(costs, bins, 3).tolist() == [8, 13, 9]
+    assert bin_loads(costs, refine(costs, bins, 3), 3).tolist() == [8, 12, 10]
+
+
+def test_refinement_takes_a_step_for_each_of_many_bins() -> None:
+    costs, bins = np.ones(64), np.zeros(64, dtype=np.int64)
+    assert makespan(costs, refine(costs, bins, 64), 64) == 1
+
+
+def test_multifit_finds_the_optimum_that_refined_lpt_misses() -> None:
+    costs = np.asarray([11.0, 7.0, 7.0, 5.0, 5.0, 3.0, 2.0])
+    bins = refine(costs, lpt(costs, 2), 2)
+    assert makespan(costs, bins, 2) == 21
+    assert makespan(costs, multifit(costs, bins, 2), 2) == 20
+    assert makespan(costs, balance(costs, 2), 2) == optimal_makespan(costs, 2) == 20
+
+
+@settings(max_examples=80)
+@given(MANY_COSTS, MANY_BINS, st.integers(0, 2**32 - 1))
+def test_multifit_never_raises_the_makespan(costs: FloatArray, num_bins: int, seed: int) -> None:
+    bins = np.random.default_rng(seed).integers(0, num_bins, len(costs))
+    found = multifit(costs, bins, num_bins)
+    assert makespan(costs, found, num_bins) <= makespan(costs, bins, num_bins)
+    assert bin_loads(costs, found, num_bins).sum() == costs.sum()
+
+
+def test_lower_bound_counts_the_items_that_must_share_a_bin() -> None:
+    assert lower_bound(np.asarray([3.0, 3.0, 3.0, 1.0]), 3) == 4
+    assert lower_bound(np.asarray([3.0, 3.0, 3.0]), 2) == 6
+    assert lower_bound(np.full(9, 2.0), 4) == 6
+    assert lower_bound(np.zeros(0), 4) == 0
 
 
 @settings(max_examples=80)
@@ -81,23 +93,10 @@ def test_balance_lies_between_the_lower_bound_and_lpt(costs: FloatArray, num_bin
     assert reached <= makespan(costs, lpt(costs, num_bins), num_bins)
 
 
-@settings(max_examples=80)
-@given(MANY_COSTS, MANY_BINS)
-def test_equal_count_gives_counts_that_differ_by_at_most_one(costs: FloatArray, num_bins: int) -> None:
-    counts = np.bincount(lpt_equal_count(costs, num_bins), minlength=num_bins)
-    assert counts.sum() == len(costs)
-    assert counts.max() - counts.min() <= 1
-
-
-def test_equal_count_evens_loads_as_far_as_the_counts_allow() -> None:
-    costs = np.asarray([9.0, 8.0, 2.0, 1.0])
-    assert bin_loads(costs, lpt_equal_count(costs, 2), 2).tolist() == [10, 10]
-
-
 @settings(max_examples=60)
 @given(MANY_COSTS, MANY_BINS)
 def test_every_item_gets_a_bin_that_exists(costs: FloatArray, num_bins: int) -> None:
-    for function in (lpt, lpt_equal_count, karmarkar_karp, balance):
+    for function in (lpt, balance):
         bins = function(costs, num_bins)
         assert bins.dtype == np.int64
         assert len(bins) == len(costs)
@@ -107,17 +106,10 @@ def test_every_item_gets_a_bin_that_exists(costs: FloatArray, num_bins: int) -> 
 
 def test_ties_go_by_index_and_bin_number() -> None:
     assert lpt(np.ones(5), 3).tolist() == [0, 1, 2, 0, 1]
-    assert lpt_equal_count(np.ones(5), 3).tolist() == [0, 1, 2, 0, 1]
 
 
 def test_lpt_counts_what_the_bins_hold_already() -> None:
     assert lpt(np.asarray([1.0, 1.0]), 2, loads=np.asarray([5.0, 0.0])).tolist() == [1, 1]
-
-
-def test_differencing_is_left_out_where_it_would_be_slow() -> None:
-    costs = np.arange(1.0, 4001.0)
-    bins = balance(costs, 100)
-    assert makespan(costs, bins, 100) <= 1.01 * lower_bound(costs, 100)
 
 
 @pytest.mark.parametrize("bad", [[-1.0], [float("nan")], [float("inf")]])
