@@ -60,8 +60,8 @@ class Draw:
             for share, start in zip(self._shares, self._starts, strict=True)
         ]
 
-    def set_shares(self, shares: Sequence[float]) -> None:
-        """Draw by these shares from here on.
+    def set_shares(self, shares: Sequence[float]) -> bool:
+        """Draw by these shares from here on; return whether all credits start again from zero.
 
         A source without a share keeps no credit: where it owes or is owed something, all credits start again
         from zero, and the bound holds from there.
@@ -70,7 +70,8 @@ class Draw:
             shares: By source, each at least 0; they sum to 1, or are all 0 where nothing can be drawn.
         """
         credit = self.credit
-        if any(owed != 0.0 and share <= 0.0 for owed, share in zip(credit, shares, strict=True)):
+        starts_again = any(owed != 0.0 and share <= 0.0 for owed, share in zip(credit, shares, strict=True))
+        if starts_again:
             credit = [0.0] * len(credit)
         self._shares = tuple(shares)
         self._drawn = 0.0
@@ -78,6 +79,7 @@ class Draw:
             -owed / share if share > 0.0 else 0.0 for owed, share in zip(credit, shares, strict=True)
         ]
         self._choices = [(index, share) for index, share in enumerate(shares) if share > 0.0]
+        return starts_again
 
     def next(self, sizes: Sequence[int]) -> int | None:
         """Return the source to draw from; None if no source has a share.
@@ -99,7 +101,7 @@ class Draw:
             return max(self._choices, key=lambda choice: (drawn - starts[choice[0]]) * choice[1])[0]
         return chosen
 
-    def charge(self, source: int, size: int) -> None:
-        """Book a draw of ``size`` from ``source``, which has a share."""
+    def charge(self, source: int, size: float) -> None:
+        """Book a draw of ``size`` from ``source``, which has a share; or part of a sample when it begins."""
         self._starts[source] += size / self._shares[source]
         self._drawn += size

@@ -24,6 +24,9 @@ from omni_pipeline.core.errors import StateMismatchError
 
 logger = logging.getLogger(__name__)
 
+# Multiples of it modulo 1 are spread evenly, however many are taken (Weyl; the fraction of the golden ratio).
+GOLDEN = 0.6180339887498949
+
 
 @dataclass(frozen=True, slots=True)
 class UsedUp:
@@ -93,6 +96,8 @@ class LanePacker:
         # The next sample of each source that has a share, and its size in the unit of the mixture.
         self._heads: list[Entry | None] = [None] * len(orders)
         self._next_sizes = [1] * len(orders)
+        # Whether the source has its phase in this lane, see ``phase``.
+        self._begun = [False] * len(orders)
         self._shares: tuple[float, ...] = (0.0,) * len(orders)
         self._buffer = self._new_buffer()
 
@@ -134,8 +139,10 @@ class LanePacker:
             "number": self._number,
             "tokens": self._tokens,
             "sources": {
-                name: {"position": cursor.position, "credit": credit}
-                for name, cursor, credit in zip(names, self._cursors, self._rule.credit, strict=True)
+                name: {"position": cursor.position, "credit": credit, "begun": begun}
+                for name, cursor, credit, begun in zip(
+                    names, self._cursors, self._rule.credit, self._begun, strict=True
+                )
             },
             "buffer": [[names[entry.source], entry.position] for entry in self._buffer],
         }
@@ -184,8 +191,11 @@ class LanePacker:
         for name, cursor in zip(names, self._cursors, strict=True):
             cursor.seek(int(saved[name]["position"]) if name in saved else 0)
         credit = [float(saved[name]["credit"]) if name in saved else 0.0 for name in names]
+        # States of before phases were kept go on without them.
+        self._begun = [name in saved and bool(saved[name].get("begun", True)) for name in names]
         if any(saved[name]["credit"] != 0 for name in gone):
             credit = [0.0] * len(names)
+            self._begun = [False] * len(names)
         self._rule = Draw(credit)
         index_of = {name: index for index, name in enumerate(names)}
         kept = [(index_of[name], int(position)) for name, position in state["buffer"] if name in index_of]
@@ -245,7 +255,13 @@ class LanePacker:
             if all(self._look_up(source) for source, share in enumerate(shares) if share > 0):
                 break
         self._shares = shares
-        self._rule.set_shares(shares)
+        if self._rule.set_shares(shares):
+            self._begun = [False] * len(shares)
+        for source, share in enumerate(shares):
+            if share > 0 and not self._begun[source]:
+                part = phase(source, num_sources=len(shares), lane=self._lane)
+                self._rule.charge(source, part * self._next_sizes[source])
+                self._begun[source] = True
 
     def _look_up(self, source: int) -> bool:
         head = self._heads[source] = self._cursors[source].head()
@@ -260,3 +276,14 @@ class LanePacker:
         names = self._mixture.names
         shares = dict(zip(names, self._shares, strict=True))
         self._all_used_up.append(UsedUp(names[source], self._lane, self._moment.step, shares))
+
+
+def phase(source: int, *, num_sources: int, lane: int) -> float:
+    """Return the part of a sample, 0 to 1, that a lane counts as drawn when a source begins.
+
+    Lanes that all begin with nothing owed would draw a rare source at the same draw, so that it came in
+    bursts: in all lanes in one step, then in none for many. Spread over lanes, the first draws, and so all
+    later ones, are spread over the time in which the source's share makes one sample, and over all lanes a
+    source comes as often as its share says from the first step on. A lane's sources are spread likewise.
+    """
+    return (lane * GOLDEN + source / num_sources) % 1.0

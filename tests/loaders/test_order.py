@@ -249,7 +249,7 @@ def test_the_state_is_plain_and_as_small_as_it_says() -> None:
             assert sorted(lane) == ["buffer", "number", "sources", "tokens"]
             assert lane["number"] == 2 * (step + 1)
             assert sorted(lane["sources"]) == ["images", "talks", "text", "video"]
-            assert all(sorted(saved) == ["credit", "position"] for saved in lane["sources"].values())
+            assert all(sorted(saved) == ["begun", "credit", "position"] for saved in lane["sources"].values())
             assert len(lane["buffer"]) <= 5
 
 

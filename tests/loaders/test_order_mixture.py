@@ -16,7 +16,7 @@ from loaders.mixture import Mixture, Moment
 from loaders.order import Order, OrderConfig
 from loaders.weight import Weight, WeightTable
 from omni_pipeline.core.plan import Pack
-from tests.support.strategies import MemorySource, text_source
+from tests.support.strategies import MemorySource, text_segment, text_source
 
 FAST = settings(deadline=None, max_examples=15)
 LANES, SEED, BLOCK = 3, 5, 8
@@ -83,7 +83,7 @@ def count(packs: Iterable[Pack]) -> Counter[tuple[str, int]]:
     groups=st.fixed_dictionaries(dict.fromkeys(["web", "web/clean"], st.sampled_from([0.1, 1.0, 9.0]))),
     unit=st.sampled_from(["tokens", "samples"]),
 )
-def test_all_that_a_lane_has_drawn_is_within_one_sample_of_its_shares(
+def test_all_that_a_lane_has_drawn_is_within_few_samples_of_its_shares(
     weights: dict[str, float], groups: dict[str, float], unit: Literal["tokens", "samples"]
 ) -> None:
     order = build(config(unit=unit), weights=weights, groups=groups)
@@ -94,7 +94,29 @@ def test_all_that_a_lane_has_drawn_is_within_one_sample_of_its_shares(
         for drawn in drawn_by_lane(order, by_tokens=unit == "tokens"):
             total = sum(drawn.values())
             for name, share in zip(sorted(drawn), shares, strict=True):
-                assert abs(share * total - drawn[name]) <= largest * (1 + 1e-9)
+                # One sample by the rule of ``Draw``, and the phases in which the sources begin.
+                samples = 2 + share * (len(shares) - 2)
+                assert abs(share * total - drawn[name]) <= largest * samples * (1 + 1e-9)
+
+
+def test_lanes_draw_a_rare_source_at_different_times() -> None:
+    lanes, steps = 20, 60
+    rare, common = (MemorySource(name, [5000], [[text_segment(19)]]) for name in ("rare", "common"))
+    order = Order(
+        config(unit="samples", lanes=lanes, packs_per_step=lanes, seq_len=100, oversize="drop"),
+        sources=[rare, common],
+        weights={"rare": [[0, 0.0], [9, 0.0], [10, 0.02]], "common": 0.98},
+        seed=SEED,
+        lanes=range(lanes),
+    )
+    found = [
+        sum(sample.id.source == "rare" for pack in order.next_step(step) for sample in pack.samples)
+        for step in range(steps)
+    ]
+    assert not any(found[:9])
+    # 5 samples in a pack, 1 of 50 rare: two a step, where lanes in phase have 20 in one step of ten.
+    assert sum(found[20:]) == pytest.approx(2 * len(found[20:]), abs=4)
+    assert max(found) <= 5
 
 
 def test_resume_at_every_step_with_groups_curves_over_tokens_and_caps_gives_the_same_rest() -> None:
@@ -158,7 +180,7 @@ def test_sources_with_fewer_samples_than_lanes_keep_their_shares(num_samples: in
     for step in range(20):
         order.next_step(step)
     for drawn in drawn_by_lane(order, by_tokens=False, num_samples=num_samples):
-        assert abs(drawn["a"] - 0.25 * sum(drawn.values())) <= 1
+        assert abs(drawn["a"] - 0.25 * sum(drawn.values())) <= 2
         assert drawn["a"] > 10
 
 
