@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from loaders.decode.text import SpecialTokens
 from loaders.positions import pack_positions, seconds_per_temporal_patch
-from omni_pipeline.core.batch import IGNORE_LABEL, EncoderInput, MicroBatch, SampleSpan
+from loaders.shares import grid_of_share, units_of_share
+from omni_pipeline.core.batch import IGNORE_LABEL, EncoderInput, MicroBatch, SampleSpan, joined_segments
 from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import MediaPlacement, Pack, ReshardPlan, StepPlan
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
@@ -81,11 +82,9 @@ class ModelInputs:
         """Return the type of those numbers."""
         return np.dtype(np.float32 if modality is Modality.AUDIO else np.uint8)
 
-    def num_bytes(self, segment: Segment) -> int:
-        """Return the bytes that ``segment`` takes as encoder input; 0 for text."""
-        if not segment.is_media:
-            return 0
-        return segment.num_units * self.width(segment.modality) * self.dtype(segment.modality).itemsize
+    def unit_bytes(self, modality: Modality) -> int:
+        """Return the bytes of one encoder input unit."""
+        return self.width(modality) * self.dtype(modality).itemsize
 
 
 def segment_of(plan: StepPlan, piece: Piece) -> tuple[Sample, Segment]:
@@ -95,15 +94,21 @@ def segment_of(plan: StepPlan, piece: Piece) -> tuple[Sample, Segment]:
 
 
 def pieces_of(
-    plan: StepPlan, *, microbatch: int, rank: int, replica: int, with_text: bool
-) -> tuple[Piece, ...]:
-    """Return what ``rank`` has to fetch for a microbatch, each piece once.
+    plan: StepPlan, *, microbatch: int, rank: int, replica: int, with_text: bool, model: ModelInputs
+) -> dict[Piece, range]:
+    """Return what ``rank`` has to fetch for a microbatch, and which units (tokens, if text) it keeps of each.
 
-    That is the media placed on it, and with ``with_text`` the text of its replica's pack.
+    That is the media placed on it, whole or a share, and with ``with_text`` the text of its replica's pack.
+
+    Raises:
+        PlanError: A share cannot be encoded as planned; see ``loaders.shares``.
     """
     texts = _text_pieces(plan, plan.pack_at(replica, microbatch)) if with_text else ()
-    placements = plan.media_of(rank=rank, microbatch=microbatch)
-    return (*texts, *(Piece(item.pack, item.sample, item.segment) for item in placements))
+    pieces = {piece: range(segment_of(plan, piece)[1].num_units) for piece in texts}
+    for item in plan.media_of(rank=rank, microbatch=microbatch):
+        units = units_of_share(_placed(plan, item), item, rank=rank, sizes=model.sizes)
+        pieces[Piece(item.pack, item.sample, item.segment)] = units
+    return pieces
 
 
 def planned_bytes(plan: StepPlan, *, rank: int, replica: int, model: ModelInputs) -> int:
@@ -113,17 +118,19 @@ def planned_bytes(plan: StepPlan, *, rank: int, replica: int, model: ModelInputs
         pack = _pack_at(plan, replica, microbatch)
         total += max(1, pack.num_positions if pack else 0) * BYTES_PER_TOKEN
         for placement in plan.media_of(rank=rank, microbatch=microbatch):
-            total += model.num_bytes(_placed(plan, placement))
+            segment = _placed(plan, placement)
+            units = units_of_share(segment, placement, rank=rank, sizes=model.sizes)
+            total += len(units) * model.unit_bytes(segment.modality)
     return total
 
 
-def misfit(segment: Segment, array: Array, *, model: ModelInputs) -> str | None:
-    """Return why ``array`` is not what was planned for ``segment``, or None if it is."""
+def misfit(segment: Segment, array: Array, *, units: range, model: ModelInputs) -> str | None:
+    """Return why ``array`` is not what was planned for these ``units`` of ``segment``, or None if it is."""
     if segment.modality is Modality.TEXT:
         if array.shape != (segment.num_tokens,):
             return f"text has {array.size} tokens, planned are {segment.num_tokens}"
         return None
-    planned = (segment.num_units, model.width(segment.modality))
+    planned = (len(units), model.width(segment.modality))
     if array.shape != planned or array.dtype != model.dtype(segment.modality):
         wanted = model.dtype(segment.modality)
         return f"{segment.modality} decodes to {array.dtype} {array.shape}, planned is {wanted} {planned}"
@@ -176,9 +183,48 @@ def assemble_microbatch(
         positions=_positions(pack, model),
         cu_seqlens=np.array([*(pack.starts or (0,)), num_positions], dtype=np.int32),
         spans=tuple(spans),
-        inputs=_encoder_inputs(plan, microbatch, rank=rank, arrays=arrays, failed=failed, model=model),
+        inputs=encoder_inputs(plan, microbatch, rank=rank, arrays=arrays, failed=failed, model=model),
         reshard=reshard,
     )
+
+
+def encoder_inputs(
+    plan: StepPlan,
+    microbatch: int,
+    *,
+    rank: int,
+    arrays: Mapping[Piece, Array],
+    failed: frozenset[SampleId],
+    model: ModelInputs,
+) -> dict[str, EncoderInput]:
+    """Return values and grids by encoder; every encoder is there, if only with zero rows.
+
+    Args:
+        plan, microbatch, rank, failed, model: As in ``assemble_microbatch``.
+        arrays: The units that ``rank`` keeps of each piece of media, see ``pieces_of``; zeros where absent.
+    """
+    placements = plan.media_of(rank=rank, microbatch=microbatch)
+    inputs: dict[str, EncoderInput] = {}
+    for name, modalities in model.encoders.items():
+        own = [item for item in placements if item.encoder == name]
+        grids = []
+        values = [np.zeros((0, model.width(modalities[0])), dtype=model.dtype(modalities[0]))]
+        # Stable: in plan order, joined shares last.
+        for item in sorted(own, key=lambda item: item.joined):
+            segment = _placed(plan, item)
+            units = units_of_share(segment, item, rank=rank, sizes=model.sizes)
+            if not item.joined:
+                grids.append(grid_of_share(segment, units))
+            array = arrays.get(Piece(item.pack, item.sample, item.segment))
+            if array is None or plan.packs[item.pack].samples[item.sample].id in failed:
+                array = np.zeros((len(units), values[0].shape[1]), dtype=values[0].dtype)
+            values.append(array)
+        inputs[name] = EncoderInput(
+            values=np.concatenate(values),
+            grids=np.array(grids, dtype=np.int64).reshape(-1, 3),
+            joined=joined_segments(plan, microbatch=microbatch, encoder=name, rank=rank),
+        )
+    return inputs
 
 
 def sample_tokens(
@@ -268,32 +314,3 @@ def _positions(pack: Pack, model: ModelInputs) -> npt.NDArray[np.int64]:
     vision = model.sizes.vision
     seconds = seconds_per_temporal_patch(vision)
     return pack_positions(pack, merge=vision.merge, seconds_per_temporal_patch=seconds)
-
-
-def _encoder_inputs(
-    plan: StepPlan,
-    microbatch: int,
-    *,
-    rank: int,
-    arrays: Mapping[Piece, Array],
-    failed: frozenset[SampleId],
-    model: ModelInputs,
-) -> dict[str, EncoderInput]:
-    """Values and grids by encoder, in plan order; every encoder is there, if only with zero rows."""
-    placements = plan.media_of(rank=rank, microbatch=microbatch)
-    inputs: dict[str, EncoderInput] = {}
-    for name, modalities in model.encoders.items():
-        own = [item for item in placements if item.encoder == name]
-        segments = [_placed(plan, item) for item in own]
-        num_units = sum(segment.num_units for segment in segments)
-        values = np.zeros((num_units, model.width(modalities[0])), dtype=model.dtype(modalities[0]))
-        start = 0
-        for item, segment in zip(own, segments, strict=True):
-            end = start + segment.num_units
-            array = arrays.get(Piece(item.pack, item.sample, item.segment))
-            if array is not None and plan.packs[item.pack].samples[item.sample].id not in failed:
-                values[start:end] = array
-            start = end
-        grids = np.array([segment.grid for segment in segments], dtype=np.int64).reshape(-1, 3)
-        inputs[name] = EncoderInput(values=values, grids=grids)
-    return inputs

@@ -86,7 +86,7 @@ class PlannedStep:
 
     Args:
         plan: Plan of the group.
-        pieces: What this rank fetches, by microbatch.
+        pieces: What this rank fetches, by microbatch, and the units that it keeps of each; see ``pieces_of``.
         futures: By piece; pieces of samples that are known to fail have none.
         known: Samples that failed when this step was trained before.
         state: Loader state after this step.
@@ -97,7 +97,7 @@ class PlannedStep:
     """
 
     plan: StepPlan
-    pieces: tuple[tuple[Piece, ...], ...]
+    pieces: tuple[Mapping[Piece, range], ...]
     futures: dict[Piece, Future[Decoded]]
     known: frozenset[SampleId]
     state: dict[str, Any] = field(repr=False)
@@ -157,7 +157,12 @@ class StepPlanner:
         rank, replica = self._place.rank, self._place.replica
         pieces = tuple(
             pieces_of(
-                plan, microbatch=microbatch, rank=rank, replica=replica, with_text=self._place.reads_text
+                plan,
+                microbatch=microbatch,
+                rank=rank,
+                replica=replica,
+                with_text=self._place.reads_text,
+                model=self._model,
             )
             for microbatch in range(plan.num_microbatches)
         )
@@ -180,13 +185,13 @@ class StepPlanner:
         )
 
     def _submit(
-        self, plan: StepPlan, pieces: Sequence[Sequence[Piece]], known: frozenset[SampleId]
+        self, plan: StepPlan, pieces: Sequence[Mapping[Piece, range]], known: frozenset[SampleId]
     ) -> dict[Piece, Future[Decoded]]:
         futures: dict[Piece, Future[Decoded]] = {}
-        for piece in (piece for of_microbatch in pieces for piece in of_microbatch):
+        for piece, units in (item for of_microbatch in pieces for item in of_microbatch.items()):
             sample, segment = segment_of(plan, piece)
             if sample.id not in known:
-                futures[piece] = self._decoder.submit(_request(sample, segment))
+                futures[piece] = self._decoder.submit(_request(sample, segment, units))
         return futures
 
     def _record_dropped(self) -> None:
@@ -276,6 +281,7 @@ class StepAssembler:
         arrays: dict[Piece, Array] = {}
         failures: dict[Piece, Failure] = {}
         timings = {"fetch_s": 0.0, "decode_s": 0.0}
+        units_of = {piece: units for pieces in step.pieces for piece, units in pieces.items()}
         # Popped, so that an array is not kept by its future after it was copied.
         while step.futures:
             piece = next(iter(step.futures))
@@ -285,7 +291,8 @@ class StepAssembler:
             timings["decode_s"] += decoded.decode_s
             failure = decoded.failure
             if failure is None and decoded.array is not None:
-                reason = misfit(segment_of(step.plan, piece)[1], decoded.array, model=self._model)
+                _, segment = segment_of(step.plan, piece)
+                reason = misfit(segment, decoded.array, units=units_of[piece], model=self._model)
                 failure = Failure("assemble", reason) if reason else None
                 arrays[piece] = decoded.array
             if failure is not None:
@@ -349,7 +356,7 @@ def decode_settings(
     )
 
 
-def _request(sample: Sample, segment: Segment) -> DecodeRequest:
+def _request(sample: Sample, segment: Segment, units: range) -> DecodeRequest:
     shard = sample.shard.rpartition("/")[2]
     return DecodeRequest(
         url=sample.shard,
@@ -359,4 +366,5 @@ def _request(sample: Sample, segment: Segment) -> DecodeRequest:
         member=segment.member,
         grid=segment.grid,
         where=f"source {sample.id.source!r}, {shard}, member {segment.member}",
+        units=None if len(units) == segment.num_units else (units.start, units.stop),
     )

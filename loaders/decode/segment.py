@@ -35,6 +35,9 @@ class DecodeRequest:
         member: Member name; its suffix tells containers apart.
         grid: As in ``core.sample.Segment``; for text (tokens, 1, 1).
         where: Source, shard and member, for messages.
+        units: First patch or mel frame to return, and the one behind the last: the share of this rank. None
+            returns all. The whole is decoded all the same: its size is checked, and most formats give
+            nothing less.
     """
 
     url: str
@@ -44,6 +47,7 @@ class DecodeRequest:
     member: str
     grid: tuple[int, int, int]
     where: str
+    units: tuple[int, int] | None = None
 
 
 class DecodeSettings(BaseModel):
@@ -66,7 +70,8 @@ def decode_segment(request: DecodeRequest, settings: DecodeSettings) -> npt.NDAr
 
     Returns:
         Text: int32 [tokens], cut at the planned number (plans may cut text, never media); image and video:
-        uint8 [patches, 3 * temporal_patch * patch * patch]; audio: float32 [mel frames, mels].
+        uint8 [patches, 3 * temporal_patch * patch * patch]; audio: float32 [mel frames, mels]. Only the
+        ``units`` of the request, if it names some.
 
     Raises:
         SampleError: The bytes are damaged, or do not give what the plan promised.
@@ -82,7 +87,9 @@ def decode_bytes(data: bytes, request: DecodeRequest, settings: DecodeSettings) 
         SampleError: The bytes are damaged, or do not give what the plan promised.
     """
     try:
-        return _decode(data, request, settings)
+        array = _decode(data, request, settings)
+        # A copy, so that the rest of the array is not kept.
+        return array if request.units is None else array[slice(*request.units)].copy()
     except DataError as error:
         where = error.where or f"{request.where}, byte {request.offset}"
         raise type(error)(error.what, where=where, fix=error.fix) from error

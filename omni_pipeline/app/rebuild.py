@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from omni_pipeline.app.wire import (
     model_inputs,
     training_stream,
 )
-from omni_pipeline.core.batch import Batch, MicroBatch
+from omni_pipeline.core.batch import Batch, JoinedSegment, MicroBatch
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import SampleId
 
@@ -230,11 +230,26 @@ def _arrays_of(microbatch: MicroBatch) -> dict[str, Array]:
     for encoder, item in microbatch.inputs.items():
         arrays[f"{encoder}/values"] = item.values
         arrays[f"{encoder}/grids"] = item.grids
+        if item.joined:
+            arrays |= _joined_arrays(encoder, item.joined)
     arrays["reshard/send_rows"] = reshard.send_rows
     arrays["reshard/send_splits"] = _whole(reshard.send_splits)
     arrays["reshard/recv_splits"] = _whole(reshard.recv_splits)
     arrays["reshard/recv_positions"] = reshard.recv_positions
     return arrays
+
+
+def _joined_arrays(encoder: str, joined: Sequence[JoinedSegment]) -> dict[str, Array]:
+    """Return the grids of joined segments, and (segment, member of the group, rows) of each share."""
+    shares = [
+        (index, *share)
+        for index, item in enumerate(joined)
+        for share in zip(item.members, item.shares, strict=True)
+    ]
+    return {
+        f"{encoder}/joined_grids": np.array([item.grid for item in joined], dtype=np.int64),
+        f"{encoder}/joined_shares": np.array(shares, dtype=np.int64),
+    }
 
 
 def _whole(numbers: tuple[int, ...]) -> npt.NDArray[np.int64]:

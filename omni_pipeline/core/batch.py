@@ -24,17 +24,60 @@ EndRule = Literal["pad", "drop"]
 
 
 @dataclass(frozen=True)
+class JoinedSegment:
+    """A media segment that members of the group encode together, attention crossing their shares (Ulysses).
+
+    Every member of the group is told of every one, so that all know the splits of an exchange before it.
+
+    Args:
+        grid: Of the whole segment, (t, h, w) in patches.
+        members: Those that share it, by their place in ``StepPlan.ranks``; in the order of their shares.
+        shares: Embedding rows of each of them.
+        place: Where this rank's share stands among all that it encodes, in plan order; -1 if it has none.
+    """
+
+    grid: tuple[int, int, int]
+    members: tuple[int, ...]
+    shares: tuple[int, ...]
+    place: int
+
+
+@dataclass(frozen=True)
 class EncoderInput:
     """What one encoder reads in one microbatch on this rank; may hold no segment at all.
 
+    A share whose attention stays inside it is a segment like any other, with a smaller grid.
+
     Args:
         values: Vision: uint8 [patches, channels * temporal_patch * patch * patch], RGB, laid out per patch;
-            audio: float32 [mel frames, mels].
+            audio: float32 [mel frames, mels]. Those of ``grids`` in plan order, then this rank's shares of
+            ``joined`` segments in plan order.
         grids: int64 [segments, 3]; (t, h, w) in patches, or (mel frames, 1, 1).
+        joined: Those of the whole group in this microbatch, in plan order.
     """
 
     values: npt.NDArray[Any]
     grids: npt.NDArray[np.int64]
+    joined: tuple[JoinedSegment, ...] = ()
+
+
+def joined_segments(plan: StepPlan, *, microbatch: int, encoder: str, rank: int) -> tuple[JoinedSegment, ...]:
+    """Return the joined segments of ``encoder`` in ``microbatch``, as ``rank`` is told of them."""
+    joined = [item for item in plan.joined_of(microbatch) if item.encoder == encoder]
+    if not joined:
+        return ()
+    own = [item for item in plan.media_of(rank=rank, microbatch=microbatch) if item.encoder == encoder]
+    place_of = {id(item): place for place, item in enumerate(own)}
+    member_of = {member: index for index, member in enumerate(plan.ranks)}
+    return tuple(
+        JoinedSegment(
+            grid=plan.packs[item.pack].samples[item.sample].segments[item.segment].grid,
+            members=tuple(member_of[member] for member in item.ranks),
+            shares=item.shares,
+            place=place_of.get(id(item), -1),
+        )
+        for item in joined
+    )
 
 
 @dataclass(frozen=True)

@@ -224,6 +224,18 @@ class StepPlan:
                 found.setdefault((rank, placement.microbatch), []).append(placement)
         return {place: tuple(items) for place, items in found.items()}
 
+    def joined_of(self, microbatch: int) -> tuple[MediaPlacement, ...]:
+        """Return the segments of ``microbatch`` whose attention crosses their shares, in plan order."""
+        return self._joined_of.get(microbatch, ())
+
+    @functools.cached_property
+    def _joined_of(self) -> dict[int, tuple[MediaPlacement, ...]]:
+        found: dict[int, list[MediaPlacement]] = {}
+        for placement in self.media:
+            if placement.joined:
+                found.setdefault(placement.microbatch, []).append(placement)
+        return {microbatch: tuple(items) for microbatch, items in found.items()}
+
     @property
     def num_tokens(self) -> int:
         """Sequence positions of all packs that hold a token of a sample."""

@@ -25,6 +25,8 @@ from omni_pipeline.core.sample import Modality, RawSize
 MAX_ASPECT_RATIO = 200
 SAMPLE_RATE = 16_000
 HOP_SAMPLES = 160
+# One row: a convolution of stride 2, then the mean of a pair.
+MEL_FRAMES_PER_ROW = 4
 
 IntArray = npt.NDArray[np.int64]
 IntT = TypeVar("IntT", int, IntArray)

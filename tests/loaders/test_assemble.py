@@ -15,6 +15,7 @@ from loaders.assemble import (
     misfit,
     pieces_of,
     planned_bytes,
+    segment_of,
 )
 from loaders.decode.text import ByteTokenizer
 from omni_pipeline.core.batch import IGNORE_LABEL, MicroBatch
@@ -85,10 +86,10 @@ def array_of(segment: Segment, value: int) -> np.ndarray[Any, Any]:
 def build(
     plan: StepPlan, *, rank: int = 0, microbatch: int = 0, failed: frozenset[SampleId] = frozenset()
 ) -> tuple[MicroBatch, dict[Piece, Any]]:
-    pieces = pieces_of(plan, microbatch=microbatch, rank=rank, replica=rank, with_text=True)
+    pieces = pieces_of(plan, microbatch=microbatch, rank=rank, replica=rank, with_text=True, model=MODEL)
     arrays = {
-        piece: array_of(plan.packs[piece.pack].samples[piece.sample].segments[piece.segment], 10 + number)
-        for number, piece in enumerate(pieces)
+        piece: array_of(segment_of(plan, piece)[1], 10 + number)[units.start : units.stop]
+        for number, (piece, units) in enumerate(pieces.items())
     }
     built = assemble_microbatch(
         plan,
@@ -154,7 +155,7 @@ def test_media_is_read_by_the_rank_it_is_placed_on_in_plan_order_and_text_by_its
     plan = plan_of(packs, [(0, 0), (1, 0)], media_ranks=moved)
 
     def pieces(rank: int) -> list[tuple[int, int, int]]:
-        found = pieces_of(plan, microbatch=0, rank=rank, replica=rank, with_text=True)
+        found = pieces_of(plan, microbatch=0, rank=rank, replica=rank, with_text=True, model=MODEL)
         return [(piece.pack, piece.sample, piece.segment) for piece in found]
 
     assert pieces(0) == [(0, 0, 1), (0, 0, 2), (0, 1, 0), (0, 1, 1), (1, 0, 0)]
@@ -213,7 +214,8 @@ def test_a_rank_that_reads_no_text_still_has_the_geometry() -> None:
     whole, _ = build(plan)
     np.testing.assert_array_equal(built.positions, whole.positions)
     assert set(built.labels.tolist()) == {IGNORE_LABEL}
-    assert pieces_of(plan, microbatch=0, rank=0, replica=0, with_text=False) == (Piece(0, 0, 0),)
+    pieces = pieces_of(plan, microbatch=0, rank=0, replica=0, with_text=False, model=MODEL)
+    assert pieces == {Piece(0, 0, 0): range(16)}
 
 
 def test_planned_bytes_are_those_of_the_arrays() -> None:
@@ -247,8 +249,12 @@ def test_planned_bytes_are_those_of_the_arrays() -> None:
 def test_a_piece_of_another_size_than_planned_is_found(
     segment: Segment, array: np.ndarray[Any, Any], reason: str
 ) -> None:
-    assert misfit(segment, array, model=MODEL) == reason
-    assert misfit(segment, array_of(segment, 1), model=MODEL) is None
+    units = range(segment.num_units)
+    assert misfit(segment, array, units=units, model=MODEL) == reason
+    assert misfit(segment, array_of(segment, 1), units=units, model=MODEL) is None
+    if segment.is_media:
+        share = range(1, segment.num_units)
+        assert misfit(segment, array_of(segment, 1)[1:], units=share, model=MODEL) is None
 
 
 def test_a_sample_planned_with_other_counts_than_its_segments_give_is_a_bug_of_the_plan() -> None:

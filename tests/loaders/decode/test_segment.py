@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,17 @@ def test_importing_the_decoders_loads_no_heavy_library() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=root
     )
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("suffix", "members"), [("jpg", caption_members(1)), ("wav", talk_members(1)), ("mp4", clip_members(1))]
+)
+def test_a_share_is_those_units_of_the_whole_and_keeps_nothing_else(
+    tmp_path: Path, suffix: str, members: dict[str, bytes]
+) -> None:
+    for request in requests_of(tmp_path / "s.tar", suffix, members):
+        if request.modality is not Modality.TEXT:
+            whole = decode_segment(request, SETTINGS)
+            share = decode_segment(replace(request, units=(4, 12)), SETTINGS)
+            np.testing.assert_array_equal(share, whole[4:12])
+            assert share.base is None
