@@ -26,7 +26,7 @@ from trainer.checkpoint import Checkpointer, Progress
 from trainer.checkpoint_config import CheckpointConfig
 from trainer.parallel.mesh import RankGroups
 from trainer.step import Learner, StepResult, train_step
-from trainer.step_numbers import StepRecorder, StepTimes
+from trainer.step_numbers import StepRecorder, StepTimes, StepWatcher
 
 logger = logging.getLogger(__name__)
 
@@ -88,6 +88,7 @@ def train(
     merge_states: MergeStates,
     progress: Progress | None = None,
     after_step: Callable[[int], None] | None = None,
+    watcher: StepWatcher | None = None,
 ) -> TrainEnd:
     """Train until ``num_steps``, the end of the data, or a signal; a collective of all ranks.
 
@@ -103,6 +104,7 @@ def train(
         merge_states: See ``MergeStates``; called on all ranks.
         progress: From the checkpoint that was loaded; default: a new run.
         after_step: Called on all ranks after each step with the number of steps done, e.g. to evaluate.
+        watcher: Told on rank 0 why steps take so long; given on all ranks or on none.
 
     Returns:
         How far the run has come, and why it ended.
@@ -111,7 +113,9 @@ def train(
         OmniError: A step, the loader of any rank, or a checkpoint failed; raised on all ranks.
     """
     groups = learner.model.groups
-    recorder = StepRecorder(metrics, sources=settings.sources, seq_len=settings.seq_len, groups=groups)
+    recorder = StepRecorder(
+        metrics, sources=settings.sources, seq_len=settings.seq_len, groups=groups, watcher=watcher
+    )
     saver = _Saver(checkpointer, settings.checkpoint, merge_states=merge_states, groups=groups)
     progress = progress or Progress()
     reason: EndReason = "steps"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ from omni_pipeline.core.sample import SampleId
 from trainer.agreement import Requests, agree, global_sums, raise_together, unite_failed
 from trainer.batches import batch_problem, idle_batch, rows_by_plan
 from trainer.colocation import ColocatedModel
+from trainer.measure import ENCODER, EXCHANGE, LLM, StageClock, StageTimes
 from trainer.model.llm import LlmOutput
 from trainer.optimizer import clip_gradients, local_square_sum
 from trainer.reshard import reshard
@@ -50,7 +51,7 @@ class Learner:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did. Equal on all ranks but for ``failed`` (of the group) and ``timings`` (of the rank).
+    """What a step did. Equal on all ranks but for ``failed`` (of the group), and the seconds of the rank.
 
     Args:
         step: Its number.
@@ -64,7 +65,8 @@ class StepResult:
         failed: Failed samples of this group.
         skipped: There was no label, so neither weights nor optimizer changed.
         requests: Wishes of all ranks.
-        timings: Seconds by stage: ``agree_s``, ``compute_s``, ``optimizer_s``.
+        timings: Seconds of the step's parts: ``agree_s``, ``compute_s``, ``optimizer_s``.
+        stages: Seconds of what ``compute_s`` holds, by stage and microbatch; nothing if skipped.
     """
 
     step: int
@@ -79,6 +81,7 @@ class StepResult:
     skipped: bool
     requests: Requests
     timings: Mapping[str, float]
+    stages: StageTimes = field(default_factory=StageTimes)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,10 @@ def train_step(
     clock.lap("agree_s")
     if prepared.batch is None or prepared.num_labels == 0:
         return _result_without_update(prepared, step=step, timings=clock.laps)
-    loss_sums = [_forward_backward(model, microbatch, prepared) for microbatch in prepared.batch.microbatches]
+    stages = StageClock(model.groups.device)
+    loss_sums = [
+        _forward_backward(model, microbatch, prepared, stages) for microbatch in prepared.batch.microbatches
+    ]
     loss_sum, grad_norm = _gather_and_check(model, loss_sums, prepared.batch, step=step)
     clock.lap("compute_s")
     lr = learner.learning_rate_at(step)
@@ -158,6 +164,7 @@ def train_step(
         skipped=False,
         requests=prepared.requests,
         timings=clock.laps,
+        stages=stages.times(),
     )
 
 
@@ -168,6 +175,7 @@ def run_microbatch(
     num_rows: int,
     failed: frozenset[SampleId],
     with_losses: bool = False,
+    stages: StageClock | None = None,
 ) -> LlmOutput:
     """Encoders, exchange, LLM: the forward of one microbatch; a collective of all ranks.
 
@@ -177,10 +185,16 @@ def run_microbatch(
         num_rows: Embedding rows that its encoders must make.
         failed: Samples without loss.
         with_losses: Return the loss at each position, and no gradient.
+        stages: Times the stages of this microbatch, and of its backward.
     """
     device = model.groups.device
+    stages = stages or StageClock(device)
+    stages.begin()
     rows = model.encode(microbatch, num_rows=num_rows)
+    stages.mark(ENCODER)
     media_rows, media_positions = reshard(rows, microbatch.reshard, group=model.groups.group)
+    stages.mark(EXCHANGE)
+    stages.watch_backward(rows, media_rows)
     output: LlmOutput = model.llm(
         torch.from_numpy(microbatch.tokens).to(device, non_blocking=True),
         torch.from_numpy(microbatch.positions).to(device, non_blocking=True),
@@ -190,6 +204,7 @@ def run_microbatch(
         torch.from_numpy(microbatch.labels_without(failed)).to(device, non_blocking=True),
         with_losses=with_losses,
     )
+    stages.mark(LLM)
     return output
 
 
@@ -237,13 +252,16 @@ def prepare_step(
     return PreparedStep(batch, failed, num_labels, num_tokens, num_failed, agreement.requests)
 
 
-def _forward_backward(model: ColocatedModel, microbatch: MicroBatch, prepared: PreparedStep) -> Tensor:
+def _forward_backward(
+    model: ColocatedModel, microbatch: MicroBatch, prepared: PreparedStep, stages: StageClock
+) -> Tensor:
     """Add the gradients of one microbatch; return its summed loss, on the device."""
     assert prepared.batch is not None, "agreed steps have a batch"
     num_rows = rows_by_plan(prepared.batch.plan, microbatch.index, rank=model.groups.rank)
-    output = run_microbatch(model, microbatch, num_rows=num_rows, failed=prepared.failed)
+    output = run_microbatch(model, microbatch, num_rows=num_rows, failed=prepared.failed, stages=stages)
     model.begin_backward(is_last=microbatch is prepared.batch.microbatches[-1])
     torch.autograd.backward(output.loss_sum / prepared.num_labels)
+    stages.end()
     return output.loss_sum.detach()
 
 

@@ -1,12 +1,13 @@
 """The numbers of a step, reduced over ranks in one place and recorded on rank 0.
 
-Waiting and step time are those of the slowest rank, counts are sums, and an imbalance is that of the whole
-run: all ranks meet in every microbatch, so the makespan is that of the slowest group.
+Waiting and step time are those of the slowest rank, counts are sums, a modelled imbalance is that of the
+whole run (all ranks meet in every microbatch, so the makespan is that of the slowest group), and the measured
+one is that of the ranks' own work. ``trainer/mean/...`` are means over ranks, which add up to a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,23 @@ import torch.distributed as dist
 
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.metrics import Metrics
+from trainer.measure import STAGES
 from trainer.parallel.mesh import RankGroups
 from trainer.step import StepResult
+from trainer.step_causes import (
+    PARTS,
+    Costs,
+    FloatArray,
+    StepCause,
+    part_causes,
+    rank_numbers,
+    samples_of_rank,
+)
 
 LOADER_STAGES = ("plan_s", "fetch_s", "decode_s", "assemble_s")
 STEP_STAGES = ("agree_s", "compute_s", "optimizer_s")
 LEFT = "loader/left/"
+MEAN = "trainer/mean/"
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,19 @@ class StepTimes:
     step_s: float
 
 
+@dataclass(frozen=True)
+class StepWatcher:
+    """Who wants to know why steps take so long.
+
+    Args:
+        costs: The run's cost model.
+        see: Called on rank 0 with every step that was trained.
+    """
+
+    costs: Costs
+    see: Callable[[StepCause], None]
+
+
 class StepRecorder:
     """Records steps. ``record`` is a collective of all ranks.
 
@@ -38,29 +63,45 @@ class StepRecorder:
         sources: Names of all sources of the run, the same on all ranks.
         seq_len: Positions of a full pack.
         groups: The place of this rank.
+        watcher: Told of the causes of slow steps; None on all ranks or on none.
     """
 
-    def __init__(self, metrics: Metrics, *, sources: Sequence[str], seq_len: int, groups: RankGroups) -> None:
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        sources: Sequence[str],
+        seq_len: int,
+        groups: RankGroups,
+        watcher: StepWatcher | None = None,
+    ) -> None:
         self.metrics = metrics
         self.sources = tuple(sources)
         self.seq_len = seq_len
         self.groups = groups
+        self.watcher = watcher
 
     def record(self, result: StepResult, batch: Batch | None, *, times: StepTimes) -> None:
         """Reduce the numbers of one step and keep them under its number."""
-        slowest = self._slowest(result, batch, times)
+        largest = self._slowest(result, batch, times)
         sums = self._sums(batch)
-        names = [*slowest, *sums]
-        own = torch.tensor([*slowest.values(), *sums.values()], dtype=torch.float64)
-        gathered = [torch.empty_like(own) for _ in range(self.groups.topology.world_size)]
-        dist.all_gather(gathered, own)
+        means = _means(result, times)
+        own = [*largest.values(), *sums.values(), *means.values()]
+        of_rank = torch.tensor([*own, *self._causes(result, batch)], dtype=torch.float64)
+        gathered = [torch.empty_like(of_rank) for _ in range(self.groups.topology.world_size)]
+        dist.all_gather(gathered, of_rank)
         if self.groups.rank != 0:
             return
-        of_ranks = torch.stack(gathered)
-        reduced = dict(zip(names, of_ranks.max(dim=0).values.tolist(), strict=True))
-        reduced.update(zip(sums, of_ranks[:, len(slowest) :].sum(dim=0).tolist(), strict=True))
+        table = torch.stack(gathered).numpy()
+        of_name = dict(zip([*largest, *sums, *means], table.T, strict=False))
+        reduced = {name: float(of_name[name].max()) for name in largest}
+        reduced |= {name: float(of_name[name].sum()) for name in sums}
+        reduced |= {name: float(of_name[name].mean()) for name in means}
+        found = self._derived(result, reduced)
+        if not result.skipped:
+            found |= self._tell_causes(found, table[:, len(own) :], step=result.step)
         endless = {f"{LEFT}{name}" for name in self.sources if batch is None or name not in batch.left}
-        for name, value in self._derived(result, reduced).items():
+        for name, value in found.items():
             if name not in endless:
                 self.metrics.record(name, value, result.step)
 
@@ -108,14 +149,25 @@ class StepRecorder:
             "loader/dropped/": {} if heard is None else heard.dropped,
             "loader/filtered/": {} if heard is None else heard.filtered,
         }
+        flops = {} if self.watcher is None else {"trainer/flops": _flops(heard, self.watcher.costs)}
         return {
             "loader/empty_packs": 0 if heard is None else heard.num_empty_packs,
+            **flops,
             **{
                 f"{prefix}{name}": of_source.get(name, 0)
                 for prefix, of_source in counts.items()
                 for name in self.sources
             },
         }
+
+    def _causes(self, result: StepResult, batch: Batch | None) -> list[float]:
+        """What this rank adds to the search for the cause of a slow step."""
+        samples = {}
+        if self.watcher is not None and batch is not None:
+            rank = self.groups.rank
+            replica = self.groups.topology.replica_of(rank)
+            samples = samples_of_rank(batch.plan, rank=rank, replica=replica, costs=self.watcher.costs)
+        return rank_numbers(samples, result.stages, sources=self.sources)
 
     def _derived(self, result: StepResult, reduced: dict[str, float]) -> dict[str, float]:
         """Return the numbers by the name under which they are recorded."""
@@ -126,6 +178,7 @@ class StepRecorder:
             "trainer/lr": result.lr,
             "trainer/tokens": result.num_tokens,
             "trainer/labels": result.num_labels,
+            "trainer/num_ranks": world_size,
             "trainer/step_s": reduced["step_s"],
             "trainer/tokens_per_s": result.num_tokens / reduced["step_s"],
             "trainer/skipped": float(result.skipped),
@@ -137,9 +190,48 @@ class StepRecorder:
         }
         if not result.skipped:
             found |= {"trainer/loss": result.loss, "trainer/grad_norm": result.grad_norm}
-        for part in ("encoder", "llm"):
+        for part in PARTS:
             mean = reduced[f"{part}_mean"] / world_size
+            found[f"balancer/{part}_mean_s"] = mean
             for when in ("before", "after"):
                 makespan = reduced[f"{part}_{when}"]
                 found[f"balancer/{part}_imbalance_{when}"] = makespan / mean if mean else 1.0
         return found | {name: value for name, value in reduced.items() if "/" in name}
+
+    def _tell_causes(self, found: Mapping[str, float], table: FloatArray, *, step: int) -> dict[str, float]:
+        """Tell the watcher what held the step up; return the measured imbalances."""
+        names = {part: f"balancer/{part}_imbalance" for part in PARTS}
+        both = {part: (found[f"{name}_before"], found[f"{name}_after"]) for part, name in names.items()}
+        parts = part_causes(table, sources=self.sources, imbalances=both)
+        if self.watcher is not None:
+            lost = [(both[part][1] - 1) * found[f"balancer/{part}_mean_s"] for part in PARTS]
+            cause = StepCause(step, found["trainer/step_s"], found["loader/wait_s"], sum(lost), parts)
+            self.watcher.see(cause)
+        return {
+            f"balancer/{item.part}_imbalance_measured": item.imbalance_measured
+            for item in parts
+            if item.imbalance_measured is not None
+        }
+
+
+def _means(result: StepResult, times: StepTimes) -> dict[str, float]:
+    """Numbers of which the mean over ranks counts: a rank's step is the sum of these."""
+    stages = result.stages
+    return {
+        f"{MEAN}step_s": times.step_s,
+        f"{MEAN}wait_s": times.wait_s,
+        **{f"{MEAN}{name}": result.timings.get(name, 0.0) for name in STEP_STAGES},
+        **{f"{MEAN}{stage}_s": stages.wall_s(stage) for stage in STAGES if stages.wall},
+        **{f"{MEAN}{stage}_own_s": stages.own_s(stage) for stage in STAGES if stages.own},
+    }
+
+
+def _flops(batch: Batch | None, costs: Costs) -> float:
+    """Return the operations of a group's step."""
+    if batch is None:
+        return 0.0
+    packs = batch.plan.packs
+    media = [
+        segment for pack in packs for item in pack.samples for segment in item.segments if segment.is_media
+    ]
+    return sum(map(costs.pack_flops, packs)) + sum(map(costs.media_flops, media))

@@ -35,15 +35,18 @@ from omni_pipeline.app.sinks import (
     num_steps_trained,
     read_metrics,
 )
+from omni_pipeline.app.step_costs import StepCosts
 from omni_pipeline.app.wire import (
     Stream,
     build_loader,
     build_tokenizer,
     build_topology,
+    cost_model,
     held_out_stream,
     section_digests,
     training_stream,
 )
+from omni_pipeline.app.worst_steps import WorstSteps, namer
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.errors import DataError, OmniError, RankError, StateMismatchError
 from omni_pipeline.core.metrics import Metrics
@@ -58,6 +61,7 @@ from trainer.model.omni import build_model
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel.mesh import backend_for, make_rank_groups, pick_device
 from trainer.step import Learner
+from trainer.step_numbers import StepWatcher
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +199,7 @@ class RankRun:
                 merge_states=merge_states,
                 progress=progress,
                 after_step=lambda num_steps: self._after_step(num_steps, metrics),
+                watcher=self._watcher(progress),
             )
         if self.rank == 0 and progress.num_steps >= config.run.steps:
             logger.info("%s of %s steps were done already", progress.num_steps, config.run.steps)
@@ -233,6 +238,16 @@ class RankRun:
         if self.jsonl is None:
             return MultiMetrics([])
         return MultiMetrics([self.jsonl, ConsoleMetrics(self.config.run.steps)])
+
+    def _watcher(self, progress: Progress) -> StepWatcher:
+        """Every rank prices its samples; rank 0 keeps the worst steps."""
+        costs = StepCosts(cost_model(self.config))
+        if self.rank != 0:
+            return StepWatcher(costs, see=lambda _: None)
+        worst = WorstSteps(
+            self.folder.worst_steps_path, first_step=progress.num_steps, name_of=namer(self.stream.sources)
+        )
+        return StepWatcher(costs, worst.see)
 
     def _loader(self, stream: Stream, *, quarantine: Path | None = None) -> OmniLoader:
         return build_loader(

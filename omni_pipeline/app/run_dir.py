@@ -1,7 +1,8 @@
 """The files of a run and how to read them: one place that knows their names.
 
-``metrics.jsonl`` (one object per step), ``quarantine.jsonl``, ``events.jsonl`` (what happened to the run),
-``checkpoints/``, ``settings.json`` (resolved), ``summary.json``, ``gallery.json``, ``report.html``.
+``metrics.jsonl`` (one object per step), ``worst_steps.jsonl``, ``quarantine.jsonl``, ``events.jsonl`` (what
+happened to the run), ``checkpoints/``, ``settings.json`` (resolved), ``summary.json``, ``gallery.json``,
+``report.html``.
 """
 
 from __future__ import annotations
@@ -68,6 +69,11 @@ class RunDir:
     def metrics_path(self) -> Path:
         """JSONL, one object per step; steps done again after a resume appear again."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def worst_steps_path(self) -> Path:
+        """JSONL of the worst steps and the samples that caused them; see ``app.worst_steps``."""
+        return self.path / "worst_steps.jsonl"
 
     @property
     def quarantine_path(self) -> Path:
