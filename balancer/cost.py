@@ -1,195 +1,58 @@
-"""Modelled work of packs and media, in seconds, so that it compares with the time of moving rows.
+"""Modelled time of packs, media, their shares and the moving of rows, in seconds on one rank.
 
-Work is analytic: floating-point operations of forward and backward (three times the forward), summed over
-attention segments as ``a L^2 + b L`` plus a constant per segment, separately for each encoder and the LLM.
-What an attention segment is follows the Qwen2.5 family: in vision one frame (temporal patch), or one square
-window of it in the windowed layers; in audio one chunk of positions after the convolutions; in the LLM one
-sample, because packs isolate their samples. All operations are whole numbers and the only division is the
-last step, so every machine gets the same float.
+Seconds are operations and bytes (``balancer.work``) at the rates of a machine (``balancer.hardware``), or,
+where a part has been measured, its fitted cost (``balancer.fitted``). Operations and bytes are whole
+numbers and what follows are divisions, products and sums in a fixed order, so every machine gets the same
+float.
+
+Media are priced one by one, as what they add to a microbatch: large kernels run at the best rate, and what
+a kernel costs however small it is, every rank pays in any case. ``encoder_cost`` prices a whole microbatch
+of an encoder with that constant in it.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
+from balancer.fitted import FittedCost
+from balancer.hardware import HardwareProfile
+from balancer.shapes import TransformerShape
+from balancer.split import Cut, cut_segment
+from balancer.work import (
+    FORWARD_AND_BACKWARD,
+    VALUE_BYTES,
+    Part,
+    Sizes,
+    activation_bytes,
+    forward_parts,
+    media_sizes,
+    sample_sizes,
+    weight_bytes,
+)
 from omni_pipeline.core.errors import ConfigError
-from omni_pipeline.core.plan import Pack
+from omni_pipeline.core.plan import ExchangeKind, Pack
 from omni_pipeline.core.sample import Modality, Segment
 
-FORWARD_AND_BACKWARD = 3
+LLM = "llm"
+MAX_KNOWN = 1 << 16
+KERNELS_PER_LAYER = 16  # three norms and sums, seven products, rotary, attention, activation, and their like
+ULYSSES_EXCHANGES = 4  # per layer: queries, keys, values to heads; outputs back to rows
 
 
 @dataclass(frozen=True, slots=True)
-class TransformerShape:
-    """The sizes of one transformer that decide how many operations it takes.
-
-    A *position* is what attention sees: a patch, an audio frame after the strided convolution, or a token.
+class Split:
+    """A media segment in shares over a sequence-parallel subgroup.
 
     Args:
-        hidden: Width of the residual stream.
-        layers: Transformer layers.
-        ffn: Width of the feed-forward layer; with experts, that of all experts active for one position.
-        heads: Query heads.
-        kv_heads: Key and value heads.
-        head_dim: Width of a head.
-        gated: Whether the feed-forward layer has a gate (three matrices, not two).
-        causal: Whether half of the attention pairs are masked and skipped.
-        input_dim: Inputs of the first layer per position: the values of a patch; for convolutions the
-            multiply-adds per position divided by ``hidden``; 0 for a table look-up.
-        output_widths: Widths of the layers behind the last block, input first: ``(5120, 5120, 2048)`` is a
-            merger of four patches with one inner layer; ``(hidden, vocabulary)`` the head of an LLM.
-        units_per_position: Encoder input units (patches, mel frames) along time that make one position.
-        positions_per_row: Positions that make one embedding row.
-        window: Side of an attention window in positions, along rows and columns of a frame; 0 is full.
-        full_attention_layers: Layers that see the whole frame although ``window`` is set.
+        shares: Embedding rows of each rank, at least 1: consecutive runs that sum to the segment's rows.
+        joined: Whether attention crosses the shares (Ulysses).
+        costs: Seconds of each rank, forward and backward, the exchanges of joined shares included.
     """
 
-    hidden: int
-    layers: int
-    ffn: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    gated: bool = True
-    causal: bool = False
-    input_dim: int = 0
-    output_widths: tuple[int, ...] = ()
-    units_per_position: int = 1
-    positions_per_row: int = 1
-    window: int = 0
-    full_attention_layers: int = 0
-
-    @property
-    def flops_per_pair(self) -> int:
-        """Operations, forward and backward, of one layer for one (query, key) pair."""
-        flops = FORWARD_AND_BACKWARD * 4 * self.heads * self.head_dim
-        return flops // 2 if self.causal else flops
-
-    @property
-    def flops_per_position(self) -> int:
-        """Operations, forward and backward, of all layers for one position, without attention pairs."""
-        projections = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        feed_forward = (3 if self.gated else 2) * self.hidden * self.ffn
-        first = self.input_dim * self.hidden
-        return FORWARD_AND_BACKWARD * 2 * (self.layers * (projections + feed_forward) + first)
-
-    @property
-    def flops_per_row(self) -> int:
-        """Operations, forward and backward, of the layers behind the last block for one row."""
-        pairs = zip(self.output_widths, self.output_widths[1:], strict=False)
-        return FORWARD_AND_BACKWARD * 2 * sum(wide * narrow for wide, narrow in pairs)
-
-
-def vision_shape(
-    *,
-    layers: int,
-    hidden: int,
-    ffn: int,
-    heads: int,
-    patch_values: int,
-    merge: int,
-    window_patches: int,
-    full_attention_layers: int,
-    llm_hidden: int,
-) -> TransformerShape:
-    """Return the shape of a Qwen2.5-style vision encoder with its merger.
-
-    Args:
-        patch_values: Numbers in one patch (channels x temporal patch x patch x patch).
-        merge: Patches per side that the merger joins into one row.
-        window_patches: Side of an attention window, patches; 0 is full.
-    """
-    merged = merge * merge * hidden
-    return TransformerShape(
-        hidden=hidden,
-        layers=layers,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        input_dim=patch_values,
-        output_widths=(merged, merged, llm_hidden),
-        positions_per_row=merge * merge,
-        window=window_patches,
-        full_attention_layers=full_attention_layers,
-    )
-
-
-def audio_shape(
-    *, layers: int, hidden: int, ffn: int, heads: int, num_mels: int, chunk_frames: int, llm_hidden: int
-) -> TransformerShape:
-    """Return the shape of a Whisper-style audio encoder with its projector.
-
-    Its two convolutions (width 3, the second of stride 2) see two mel frames per position.
-
-    Args:
-        num_mels: Mel bands.
-        chunk_frames: Mel frames that attend to each other, even.
-    """
-    return TransformerShape(
-        hidden=hidden,
-        layers=layers,
-        ffn=ffn,
-        heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        gated=False,
-        input_dim=2 * 3 * num_mels + 3 * hidden,
-        output_widths=(hidden, llm_hidden),
-        units_per_position=2,
-        positions_per_row=2,
-        window=chunk_frames // 2,
-    )
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def media_flops(shape: TransformerShape, grid: tuple[int, int, int]) -> int:
-    """Return the operations, forward and backward, of one media segment.
-
-    Args:
-        shape: The encoder.
-        grid: (temporal, rows, columns) of patches, or (mel frames, 1, 1); see ``Segment.grid``.
-    """
-    frames, rows, columns = position_grid(shape, grid)
-    full = frames * (rows * columns) ** 2
-    if shape.window:
-        # A window is the product of a run of rows and a run of columns, so the sum of squares factors.
-        windowed = frames * _sum_of_squares(rows, shape.window) * _sum_of_squares(columns, shape.window)
-        full_layers = min(shape.full_attention_layers, shape.layers)
-        pairs = full_layers * full + (shape.layers - full_layers) * windowed
-    else:
-        pairs = shape.layers * full
-    positions = frames * rows * columns
-    num_rows = positions // shape.positions_per_row
-    return (
-        shape.flops_per_pair * pairs + shape.flops_per_position * positions + shape.flops_per_row * num_rows
-    )
-
-
-def position_grid(shape: TransformerShape, grid: tuple[int, int, int]) -> tuple[int, int, int]:
-    """Return (frames, rows, columns) of attention positions; attention never crosses a frame.
-
-    An encoder with ``units_per_position`` above one reads one line of units (audio): it has one frame of
-    that many fewer rows.
-    """
-    if shape.units_per_position > 1:
-        return 1, -(-grid[0] // shape.units_per_position), 1
-    return grid
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def sequence_flops(shape: TransformerShape, num_tokens: int) -> int:
-    """Return the operations, forward and backward, of one isolated sample in the LLM, its head included."""
-    pairs = shape.layers * num_tokens * num_tokens
-    linear = shape.flops_per_position + shape.flops_per_row
-    return shape.flops_per_pair * pairs + linear * num_tokens
-
-
-def _sum_of_squares(length: int, window: int) -> int:
-    """Sum of the squared lengths of the windows that cut ``length``; the last one may be short."""
-    return length // window * window * window + (length % window) ** 2
+    shares: tuple[int, ...]
+    joined: bool
+    costs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -200,30 +63,29 @@ class CostModel:
         encoders: Shape of every encoder of the run, by name.
         llm: Shape of the LLM, its head over the vocabulary included.
         encoder_of: The encoder that reads each media modality.
-        flops_per_s: Operations per second that a rank attains.
-        bytes_per_s: Bytes per second that a rank sends or receives.
-        latency_s: Time of one message, seconds.
+        hardware: The machine.
+        recompute: Whether forwards are done again in the backward instead of keeping activations.
         row_bytes: Bytes that one embedding row moves, its gradient included; 0 takes twice 2 bytes per
             value of the LLM's width.
-        segment_s: Constant time per media segment or sample (kernel starts), seconds.
+        fits: Fitted costs by encoder name, or "llm"; they replace the analytic ones.
 
     Raises:
-        ConfigError: A rate is not positive, or ``encoder_of`` names an encoder without a shape.
+        ConfigError: ``encoder_of`` names an encoder without a shape.
     """
 
     encoders: Mapping[str, TransformerShape]
     llm: TransformerShape
     encoder_of: Mapping[Modality, str]
-    flops_per_s: float = 4e14
-    bytes_per_s: float = 1e11
-    latency_s: float = 2e-5
+    hardware: HardwareProfile
+    recompute: bool = False
     row_bytes: int = 0
-    segment_s: float = 0.0
+    fits: Mapping[str, FittedCost] = field(default_factory=dict)
+    # Grids repeat, plans ask for thousands; forgotten when it is full.
+    _media_s: dict[tuple[str, tuple[int, int, int]], float] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
-        for name, value in (("flops_per_s", self.flops_per_s), ("bytes_per_s", self.bytes_per_s)):
-            if value <= 0:
-                raise ConfigError(f"balance.{name} is {value}, must be above 0", fix="give a measured rate")
         for modality, name in self.encoder_of.items():
             if name not in self.encoders:
                 raise ConfigError(
@@ -246,20 +108,173 @@ class CostModel:
         return name
 
     def media_cost(self, segment: Segment) -> float:
-        """Return the seconds that one rank needs to encode a media segment, forward and backward."""
-        shape = self.encoders[self.encoder_name(segment)]
-        return media_flops(shape, segment.grid) / self.flops_per_s + self.segment_s
+        """Return the seconds that a media segment adds to the rank that encodes it, forward and backward."""
+        return self._grid_cost(self.encoder_name(segment), segment.grid)
+
+    def split(self, segment: Segment, degree: int) -> Split | None:
+        """Return the segment in ``degree`` shares, or None if it cannot be split so.
+
+        Shares end where attention ends (frames, chunks) if there are enough of these; else they are joined,
+        if the degree divides the encoder's heads and every rank gets a row.
+        """
+        name = self.encoder_name(segment)
+        cut = cut_segment(self.encoders[name], segment.grid, degree)
+        if cut is None:
+            return None
+        if cut.joined and degree > 1:
+            costs = self._joined_costs(name, segment.grid, cut)
+        else:
+            costs = tuple(self._grid_cost(name, grid) for grid in cut.grids or (segment.grid,))
+        return Split(shares=cut.rows, joined=cut.joined and degree > 1, costs=costs)
 
     def pack_cost(self, pack: Pack) -> float:
         """Return the seconds that one rank would need for the pack in the LLM, forward and backward.
 
-        Padding costs like any token: the LLM computes it.
+        Padding costs like any token: the LLM computes it. A pack without samples costs nothing.
         """
         lengths = [pack.padded_len or sample.num_tokens for sample in pack.samples]
-        flops = sum(sequence_flops(self.llm, length) for length in lengths)
-        return flops / self.flops_per_s + self.segment_s * len(pack.samples)
+        if not lengths:
+            return 0.0
+        return self._kernels_cost(LLM, self.llm, [sample_sizes(length) for length in lengths])
+
+    def encoder_cost(self, name: str, grids: Sequence[tuple[int, int, int]]) -> float:
+        """Return the seconds, forward and backward, of one microbatch of encoder ``name`` on one rank.
+
+        Kernels over few positions are less efficient, and weights are read however few there are: so this is
+        not the sum of ``media_cost``. No segments cost what the encoder costs on nothing.
+        """
+        shape = self.encoders[name]
+        return self._kernels_cost(name, shape, [media_sizes(shape, grid) for grid in grids])
+
+    def forward_fraction(self, part: str) -> float:
+        """Return the share of the forward in the cost of an encoder (by name) or of "llm"."""
+        fit = self.fits.get(part)
+        return fit.forward_fraction if fit else 1 / self._passes
+
+    def media_bytes(self, segment: Segment, num_rows: int | None = None) -> int:
+        """Return the activation bytes that the rank that encodes a segment keeps for the backward.
+
+        Args:
+            segment: The media segment.
+            num_rows: Rows of a share of it; None is the whole.
+        """
+        shape = self.encoders[self.encoder_name(segment)]
+        sizes = media_sizes(shape, segment.grid)
+        rows = sizes.rows if num_rows is None else num_rows
+        positions = sizes.positions if rows == sizes.rows else rows * shape.positions_per_row
+        return activation_bytes(shape, num_positions=positions, num_rows=rows, recompute=self.recompute)
+
+    def pack_bytes(self, pack: Pack) -> int:
+        """Return the activation bytes of a pack in the LLM, all layers, as if on one rank."""
+        num = pack.num_positions
+        return activation_bytes(self.llm, num_positions=num, num_rows=num, recompute=self.recompute)
 
     def transfer_cost(self, *, num_rows: int, num_messages: int) -> float:
-        """Return the seconds for a rank to send (or receive) rows in so many messages."""
-        row_bytes = self.row_bytes or 2 * 2 * self.llm.hidden
-        return num_rows * row_bytes / self.bytes_per_s + num_messages * self.latency_s
+        """Return the seconds for a rank to send (or receive) rows in so many messages, all inside a node."""
+        hardware = self.hardware
+        return self._row_bytes * num_rows / hardware.node_bytes_per_s + num_messages * hardware.node_latency_s
+
+    def exchange_cost(
+        self,
+        kind: ExchangeKind,
+        *,
+        num_rows: int,
+        num_messages: int,
+        num_rows_network: int = 0,
+        num_messages_network: int = 0,
+        total_rows: int = 0,
+    ) -> float:
+        """Return the seconds that one rank spends on rows travelling, and their gradients back.
+
+        Exact messages use both kinds of link at once; the steps of a two-level exchange follow each other.
+        A symmetric buffer is an all-reduce of all rows: twice its bytes on every link (Patarasuk and Yuan
+        2009); between nodes each rank of a node carries its part only.
+
+        Args:
+            kind: How rows travel; see ``ExchangeKind``.
+            num_rows: The larger of the rows that the rank sends and receives inside its node.
+            num_messages: The larger of the messages that it sends and receives there, in one direction.
+            num_rows_network: As ``num_rows``, between nodes.
+            num_messages_network: As ``num_messages``, between nodes.
+            total_rows: Rows of the whole group, the size of a symmetric buffer.
+        """
+        machine = self.hardware
+        one_way_s = num_messages * machine.node_latency_s + num_messages_network * machine.network_latency_s
+        latency_s = 2 * one_way_s
+        if kind == "symmetric":
+            node_s = 2 * total_rows * self._row_bytes / machine.node_bytes_per_s
+            part_bytes = 2 * total_rows * self._row_bytes / machine.ranks_per_node
+            network_s = part_bytes / machine.network_bytes_per_s if num_messages_network else 0.0
+            return node_s + network_s + latency_s
+        node_s = num_rows * self._row_bytes / machine.node_bytes_per_s
+        network_s = num_rows_network * self._row_bytes / machine.network_bytes_per_s
+        return (max(node_s, network_s) if kind == "exact" else node_s + network_s) + latency_s
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.row_bytes or 2 * VALUE_BYTES * self.llm.hidden
+
+    @property
+    def _passes(self) -> int:
+        """Forwards that cost as much as a forward and a backward."""
+        return FORWARD_AND_BACKWARD + self.recompute
+
+    def _grid_cost(self, name: str, grid: tuple[int, int, int]) -> float:
+        known = self._media_s.get((name, grid))
+        if known is None:
+            shape = self.encoders[name]
+            known = self._added_cost(name, shape, media_sizes(shape, grid))
+            if len(self._media_s) >= MAX_KNOWN:
+                self._media_s.clear()
+            self._media_s[name, grid] = known
+        return known
+
+    def _added_cost(self, name: str, shape: TransformerShape, sizes: Sizes) -> float:
+        """What this adds to a microbatch that is large already."""
+        fit = self.fits.get(name)
+        if fit:
+            return fit.seconds(pairs=sizes.pairs(shape), positions=sizes.positions, segments=1)
+        rate = self.hardware.best_flops_per_s
+        return self._passes * sum(self._part_s(part, rate) for part in forward_parts(shape, sizes))
+
+    def _kernels_cost(self, name: str, shape: TransformerShape, items: Sequence[Sizes]) -> float:
+        """One microbatch of these segments or samples, which share every kernel."""
+        fit = self.fits.get(name)
+        pairs = sum(item.pairs(shape) for item in items)
+        positions = sum(item.positions for item in items)
+        if fit:
+            return fit.seconds(pairs=pairs, positions=positions, segments=len(items)) + fit.microbatch_s
+        together = Sizes(
+            positions=positions,
+            rows=sum(item.rows for item in items),
+            full_pairs=sum(item.full_pairs for item in items),
+            window_pairs=sum(item.window_pairs for item in items),
+        )
+        linear, *others = forward_parts(shape, together)
+        rate = self.hardware.attained(positions)
+        linear = Part(linear.flops, linear.num_bytes + weight_bytes(shape))
+        work_s = sum(self._part_s(part, rate) for part in (linear, *others))
+        starts_s = shape.layers * KERNELS_PER_LAYER * self.hardware.kernel_s
+        # The host starts kernels ahead of the device: whichever of the two is slower sets the pace.
+        return self._passes * max(work_s, starts_s)
+
+    def _part_s(self, part: Part, flops_per_s: float) -> float:
+        return max(part.flops / flops_per_s, part.num_bytes / self.hardware.hbm_bytes_per_s)
+
+    def _joined_costs(self, name: str, grid: tuple[int, int, int], cut: Cut) -> tuple[float, ...]:
+        """Own rows through the linear layers, a share of the heads through attention, exchanges between."""
+        shape, degree = self.encoders[name], len(cut.rows)
+        whole = media_sizes(shape, grid)
+        costs = []
+        for rows, positions in zip(cut.rows, cut.positions, strict=True):
+            # Pairs of all positions, with 1 / degree of the heads.
+            own = Sizes(positions, rows, whole.full_pairs // degree, whole.window_pairs // degree)
+            costs.append(self._added_cost(name, shape, own) + self._ulysses_s(shape, positions, degree))
+        return tuple(costs)
+
+    def _ulysses_s(self, shape: TransformerShape, num_positions: int, degree: int) -> float:
+        """Exchanges inside a node around all attention; a backward exchanges what a forward does."""
+        values = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * num_positions
+        sent = VALUE_BYTES * values * (degree - 1) // degree
+        seconds = sent / self.hardware.node_bytes_per_s + ULYSSES_EXCHANGES * self.hardware.node_latency_s
+        return (2 + self.recompute) * shape.layers * seconds

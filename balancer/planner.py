@@ -9,6 +9,7 @@ unbalanced one, neither for the encoders nor for the LLM, and every plan is chec
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -42,11 +43,15 @@ class BalanceConfig(BaseModel):
         description="Replicas that balance together: a number (at least 1), 'all', or 'node', the most that "
         "fit in a node and divide the replicas of the run.",
     )
-    flops_per_s: float = Field(
-        4e14, gt=0, description="Rate that a rank attains, floating-point operations/s."
+    hardware: str = Field(
+        "h100",
+        description="Rates of the machine, for modelled costs: 'h100', 'h200', 'cpu', or the path of a TOML "
+        "file (docs/costs.md).",
     )
-    bytes_per_s: float = Field(1e11, gt=0, description="Rate at which a rank sends embeddings, bytes/s.")
-    latency_s: float = Field(2e-5, ge=0, description="Time of one message between ranks, seconds.")
+    costs: Path | None = Field(
+        None,
+        description="Costs fitted to this machine by `omni profile --calibrate`; default: modelled ones.",
+    )
 
     @field_validator("group")
     @classmethod

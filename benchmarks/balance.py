@@ -21,9 +21,11 @@ from typing import Any
 import click
 import numpy as np
 
-from balancer.cost import CostModel, TransformerShape, vision_shape
+from balancer.cost import CostModel
+from balancer.hardware import load_hardware
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.report import moved_rows_fraction
+from balancer.shapes import TransformerShape, vision_shape
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.seeding import generator
@@ -136,6 +138,7 @@ def world(num_ranks: int, *, image_share: float, seed: int) -> tuple[GroupPlanne
             encoders={"vision": VISION},
             llm=LLM,
             encoder_of={Modality.IMAGE: "vision", Modality.VIDEO: "vision"},
+            hardware=load_hardware("h100"),
         ),
         config=BalanceConfig(group="all"),
         num_lanes=num_ranks,

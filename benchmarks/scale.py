@@ -23,6 +23,7 @@ from typing import Any
 import click
 
 from balancer.cost import CostModel
+from balancer.hardware import load_hardware
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.reorder import lanes_of_group
 from benchmarks.balance import LLM, VISION
@@ -121,6 +122,7 @@ class Run:
                 encoders={"vision": VISION},
                 llm=LLM,
                 encoder_of={Modality.IMAGE: "vision", Modality.VIDEO: "vision"},
+                hardware=load_hardware("h100"),
             ),
             config=BalanceConfig(),
             num_lanes=config.lanes,

@@ -110,7 +110,7 @@ def _run(config: RunConfig, place: Environment) -> None:
         torch.cuda.set_device(device)
     # Before anything that can fail on one rank alone: from here on each can tell the others.
     dist.init_process_group(backend_for(device), timeout=COLLECTIVE_TIMEOUT)
-    compare_settings(section_digests(config))
+    compare_settings(all_or_none(lambda: section_digests(config), what="it cannot start"))
     run = all_or_none(lambda: RankRun(config, place=place, device=device), what="it cannot start")
     run.prepare_model()
     run.train()

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from balancer.cost import CostModel, TransformerShape, audio_shape, vision_shape
 from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
@@ -26,18 +25,16 @@ from loaders.source import Source, open_source
 from loaders.source_config import SourceConfig
 from loaders.step import Place
 from loaders.weight import Weight
+from omni_pipeline.app.costs import ENCODER_OF, cost_model, costs_content
 from omni_pipeline.app.run_config import ENCODERS, RunConfig
 from omni_pipeline.app.run_dir import RunDir
 from omni_pipeline.core.errors import ConfigError
-from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
-from trainer.config import ModelConfig
 from trainer.parallel.config import ranks_per_copy
 
 if TYPE_CHECKING:
     from loaders.loader import OmniLoader
 
-ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
 # Settings that may differ between ranks: they change no sample and no number.
 LOCAL_SETTINGS = {"loader": ("num_workers", "deadline_s", "prefetch_steps", "prefetch_bytes")}
 
@@ -176,18 +173,6 @@ def build_planner(config: RunConfig, topology: Topology) -> GroupPlanner:
     )
 
 
-def cost_model(config: RunConfig) -> CostModel:
-    """Return the analytic costs of the run's model at the rates of ``balance``."""
-    return CostModel(
-        encoders={"vision": _vision_shape(config.model), "audio": _audio_shape(config.model)},
-        llm=_llm_shape(config.model),
-        encoder_of=ENCODER_OF,
-        flops_per_s=config.balance.flops_per_s,
-        bytes_per_s=config.balance.bytes_per_s,
-        latency_s=config.balance.latency_s,
-    )
-
-
 def model_inputs(config: RunConfig, tokenizer: Tokenizer) -> ModelInputs:
     """Return what the run's model reads."""
     encoders = {
@@ -243,10 +228,17 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
 
 
 def section_digests(config: RunConfig) -> dict[str, str]:
-    """Return a digest of every section that must be equal on all ranks, by name."""
+    """Return a digest of every section that must be equal on all ranks, by name.
+
+    Of the files that costs are read from, their content counts, not where they lie.
+
+    Raises:
+        ConfigError: Such a file is missing or wrong.
+    """
     data = config.model_dump(mode="json")
     for name, local in LOCAL_SETTINGS.items():
         data[name] = {key: value for key, value in data[name].items() if key not in local}
+    data["balance"] |= costs_content(config)
     return {
         name: hashlib.blake2b(json.dumps(section, sort_keys=True).encode(), digest_size=8).hexdigest()
         for name, section in data.items()
@@ -277,45 +269,3 @@ def _check_deny(source: SourceConfig, folder: RunDir) -> None:
                 where=f"source {source.name!r}",
                 fix="copy that file and name the copy, and start a new run.dir",
             )
-
-
-def _vision_shape(model: ModelConfig) -> TransformerShape:
-    vision, sizes = model.vision, model.sizes.vision
-    return vision_shape(
-        layers=vision.layers,
-        hidden=vision.hidden,
-        ffn=vision.intermediate,
-        heads=vision.heads,
-        patch_values=model.patch_values,
-        merge=sizes.merge,
-        window_patches=vision.window // sizes.patch,
-        full_attention_layers=len(vision.full_attention_layers),
-        llm_hidden=model.llm.hidden,
-    )
-
-
-def _audio_shape(model: ModelConfig) -> TransformerShape:
-    audio = model.audio
-    return audio_shape(
-        layers=audio.layers,
-        hidden=audio.hidden,
-        ffn=audio.intermediate,
-        heads=audio.heads,
-        num_mels=model.sizes.audio.num_mels,
-        chunk_frames=audio.chunk,
-        llm_hidden=model.llm.hidden,
-    )
-
-
-def _llm_shape(model: ModelConfig) -> TransformerShape:
-    llm = model.llm
-    return TransformerShape(
-        hidden=llm.hidden,
-        layers=llm.layers,
-        ffn=llm.intermediate,
-        heads=llm.heads,
-        kv_heads=llm.kv_heads,
-        head_dim=llm.head_dim,
-        causal=True,
-        output_widths=(llm.hidden, llm.padded_vocab),
-    )

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from omni_pipeline.core.errors import ConfigError
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
+SETTINGS_FIX = "see docs/settings.md, or `omni config show FILE`"
 
 
 def load_config(model: type[ModelT], path: Path, flags: Sequence[str] = ()) -> ModelT:
@@ -78,8 +79,8 @@ def assignments(flags: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield name, text
 
 
-def validate(model: type[ModelT], data: dict[str, Any], *, where: str) -> ModelT:
-    """Return ``model`` made of ``data``.
+def validate(model: type[ModelT], data: dict[str, Any], *, where: str, fix: str = SETTINGS_FIX) -> ModelT:
+    """Return ``model`` made of ``data``; ``fix`` is what to tell a reader of its errors.
 
     Raises:
         ConfigError: Every wrong setting, one per line, with the nearest known name for unknown ones.
@@ -88,7 +89,6 @@ def validate(model: type[ModelT], data: dict[str, Any], *, where: str) -> ModelT
         return model.model_validate(data)
     except ValidationError as error:
         lines = [_describe(model, item) for item in error.errors()]
-        fix = "see docs/settings.md, or `omni config show FILE`"
         raise ConfigError("\n".join(lines), where=where, fix=fix) from error
 
 

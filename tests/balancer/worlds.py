@@ -6,11 +6,13 @@ from dataclasses import dataclass
 
 import hypothesis.strategies as st
 
-from balancer.cost import CostModel, TransformerShape, audio_shape, vision_shape
+from balancer.cost import CostModel
 from balancer.planner import BalanceConfig, GroupPlanner
+from balancer.shapes import TransformerShape, audio_shape, vision_shape
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
+from tests.support.hardware import flat_hardware
 from tests.support.strategies import make_sample, media_segment, segments, text_segment, worlds
 
 ENCODERS = ("vision", "audio")
@@ -39,9 +41,7 @@ def cost_model(*, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> CostMode
             hidden=16, layers=2, ffn=32, heads=2, kv_heads=2, head_dim=8, causal=True, output_widths=(16, 264)
         ),
         encoder_of={Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"},
-        flops_per_s=1e7,
-        bytes_per_s=bytes_per_s,
-        latency_s=latency_s,
+        hardware=flat_hardware(flops_per_s=1e7, bytes_per_s=bytes_per_s, latency_s=latency_s),
     )
 
 

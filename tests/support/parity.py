@@ -16,20 +16,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from balancer.cost import CostModel, TransformerShape
+from balancer.cost import CostModel
 from balancer.planner import BalanceConfig, GroupPlanner
+from omni_pipeline.app.costs import ENCODER_OF, encoder_shapes, llm_shape
 from omni_pipeline.core.batch import IGNORE_LABEL, Batch, EncoderInput, MicroBatch, SampleSpan
 from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.seeding import generator
 from omni_pipeline.core.topology import Topology
+from tests.support.hardware import flat_hardware
 from tests.support.strategies import make_sample, media_segment, text_segment
 from trainer.config import ModelConfig
 from trainer.model.omni import OmniModel
 
 CONFIG = ModelConfig(size="tiny")
 ENCODERS = ("vision", "audio")
-ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
 
 
 @dataclass(frozen=True)
@@ -169,15 +170,12 @@ def reference_step(
 
 
 def _cost_model() -> CostModel:
-    """Rough shapes, slow ranks and free messages, so that plans move all they can."""
-    shape = TransformerShape(hidden=32, layers=2, ffn=64, heads=2, kv_heads=2, head_dim=16)
+    """Slow ranks and free messages, so that plans move all they can."""
     return CostModel(
-        encoders=dict.fromkeys(ENCODERS, shape),
-        llm=shape,
+        encoders=encoder_shapes(CONFIG),
+        llm=llm_shape(CONFIG),
         encoder_of=ENCODER_OF,
-        flops_per_s=1e9,
-        bytes_per_s=1e15,
-        latency_s=0.0,
+        hardware=flat_hardware(bytes_per_s=1e15),
     )
 
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import torch
 
+from balancer.hardware import save_hardware
 from loaders.index import index_shards
 from omni_pipeline.app.environment import Environment
 from omni_pipeline.app.rank import RankRun
 from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.sinks import read_metrics
 from omni_pipeline.core.config import load_config
+from tests.support.hardware import flat_hardware
 from tests.support.shards import caption_members, clip_members, talk_members, write_tar
 
 RUN_FILE = """
@@ -55,9 +57,7 @@ size = "tiny"
 
 [balance]
 group = "all"
-flops_per_s = 1e9
-bytes_per_s = 1e9
-latency_s = 1e-6
+hardware = "{root}/slow.toml"
 
 [loader]
 num_workers = 1
@@ -88,6 +88,8 @@ def make_run(root: Path, *, steps: int = 12) -> Path:
     ]
     reports = index_shards([str(shard) for shard in shards])
     assert not any(report.error for report in reports)
+    # Slow ranks and quick links, so that plans move what they can.
+    save_hardware(root / "slow.toml", flat_hardware(latency_s=1e-6), comment="Slow ranks.")
     path = root / "run.toml"
     path.write_text(RUN_FILE.format(root=root, steps=steps), encoding="utf-8")
     return path

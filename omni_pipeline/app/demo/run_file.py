@@ -34,9 +34,7 @@ reshard = "step"
 
 [balance]
 group = "all"
-flops_per_s = 2e10  # what one rank attains on a processor, and what a message between two costs
-bytes_per_s = 1e9
-latency_s = 5e-5
+hardware = "cpu"  # rates of one processor core, so that the planner sees what a move costs here
 
 [loader]
 num_workers = 1

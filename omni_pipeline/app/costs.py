@@ -1,0 +1,94 @@
+"""The cost model of a run: sizes of its model, the machine it names, and what has been measured there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from balancer.cost import LLM, CostModel
+from balancer.fitted import load_fits, read_fits
+from balancer.hardware import load_hardware
+from balancer.shapes import TransformerShape, audio_shape, vision_shape
+from omni_pipeline.app.run_config import RunConfig
+from omni_pipeline.core.sample import Modality
+from trainer.config import ModelConfig
+
+ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
+
+
+def cost_model(config: RunConfig) -> CostModel:
+    """Return the costs of the run's model on the machine of ``balance``.
+
+    Raises:
+        ConfigError: No such machine, or the fitted costs are not of this run.
+    """
+    encoders, llm = encoder_shapes(config.model), llm_shape(config.model)
+    path = config.balance.costs
+    shapes = {**encoders, LLM: llm}
+    return CostModel(
+        encoders=encoders,
+        llm=llm,
+        encoder_of=ENCODER_OF,
+        hardware=load_hardware(config.balance.hardware),
+        fits=load_fits(path, shapes=shapes, precision=config.run.precision) if path else {},
+    )
+
+
+def costs_content(config: RunConfig) -> dict[str, Any]:
+    """Return what the files of ``balance.hardware`` and ``balance.costs`` hold, JSON-plain.
+
+    Raises:
+        ConfigError: One is missing or wrong.
+    """
+    path = config.balance.costs
+    return {
+        "hardware": load_hardware(config.balance.hardware).model_dump(mode="json"),
+        "costs": read_fits(path).model_dump(mode="json") if path else None,
+    }
+
+
+def encoder_shapes(model: ModelConfig) -> dict[str, TransformerShape]:
+    """Return the sizes of a model's encoders, by name."""
+    return {"vision": _vision_shape(model), "audio": _audio_shape(model)}
+
+
+def llm_shape(model: ModelConfig) -> TransformerShape:
+    """Return the sizes of a model's LLM, its head included."""
+    llm = model.llm
+    return TransformerShape(
+        hidden=llm.hidden,
+        layers=llm.layers,
+        ffn=llm.intermediate,
+        heads=llm.heads,
+        kv_heads=llm.kv_heads,
+        head_dim=llm.head_dim,
+        causal=True,
+        output_widths=(llm.hidden, llm.padded_vocab),
+    )
+
+
+def _vision_shape(model: ModelConfig) -> TransformerShape:
+    vision, sizes = model.vision, model.sizes.vision
+    return vision_shape(
+        layers=vision.layers,
+        hidden=vision.hidden,
+        ffn=vision.intermediate,
+        heads=vision.heads,
+        patch_values=model.patch_values,
+        merge=sizes.merge,
+        window_patches=vision.window // sizes.patch,
+        full_attention_layers=len(vision.full_attention_layers),
+        llm_hidden=model.llm.hidden,
+    )
+
+
+def _audio_shape(model: ModelConfig) -> TransformerShape:
+    audio = model.audio
+    return audio_shape(
+        layers=audio.layers,
+        hidden=audio.hidden,
+        ffn=audio.intermediate,
+        heads=audio.heads,
+        num_mels=model.sizes.audio.num_mels,
+        chunk_frames=audio.chunk,
+        llm_hidden=model.llm.hidden,
+    )
