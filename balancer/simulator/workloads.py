@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from balancer.cost import TransformerShape
+from balancer.shapes import TransformerShape
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
 

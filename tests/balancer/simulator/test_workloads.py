@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from balancer.cost import TransformerShape
+from balancer.shapes import TransformerShape
 from balancer.simulator.samples import SAMPLES
 from balancer.simulator.workloads import (
     MIXTURES,
