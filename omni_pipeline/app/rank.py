@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from loaders.loader import OmniLoader, merge_states
 from loaders.quarantine import Quarantine
+from omni_pipeline.app.costs import cost_model
 from omni_pipeline.app.data_end import DATA_ENDED, data_end
 from omni_pipeline.app.environment import Environment
 from omni_pipeline.app.finish import keep_gallery, report_of
@@ -41,7 +42,6 @@ from omni_pipeline.app.wire import (
     build_loader,
     build_tokenizer,
     build_topology,
-    cost_model,
     held_out_stream,
     section_digests,
     training_stream,

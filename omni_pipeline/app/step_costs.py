@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from balancer.cost import CostModel, media_flops, sequence_flops
+from balancer.cost import CostModel
+from balancer.work import media_flops, sequence_flops
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Segment
 
