@@ -6,12 +6,12 @@ units still make the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from balancer.cost import CostModel
+from balancer.layout import RowPieces, SequenceLayout
 from balancer.partition import FloatArray, IntArray
 from balancer.reorder import (
     MediaLoad,
@@ -23,7 +23,7 @@ from balancer.reorder import (
     place_media,
     step_makespan,
 )
-from balancer.reshard import SequenceLayout, media_positions, row_owners
+from balancer.reshard import media_positions
 from omni_pipeline.core.plan import Pack
 
 # Below 2^53 ticks (25 hours of modelled time in a group and step) sums are exact.
@@ -42,15 +42,6 @@ class MediaPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class RowPieces:
-    """What one sequence chunk holds of one segment's rows, int64 [pieces] each."""
-
-    item: IntArray
-    chunk: IntArray
-    rows: IntArray
-
-
-@dataclass(frozen=True, slots=True)
 class StepInputs:
     """A step as arrays.
 
@@ -58,13 +49,13 @@ class StepInputs:
         packs: By lane then number.
         ranks: The members of the group, ascending.
         replicas: Of the group, ascending.
-        owners: int64 [replicas, chunks]; the member that owns each chunk of a replica's sequence.
+        owners: int64 [replicas, owners]; the members that own positions of each replica's sequence.
         pack_costs: float64 [packs], ticks that a replica needs, its ranks working together.
         media: In the order of packs, samples, segments.
         media_encoders: Encoder of each.
         media_packs: int64 [media].
         media_costs: float64 [media], ticks that one rank needs.
-        pieces: The rows of the media, cut at the borders of the chunks.
+        pieces: The rows of the media, cut where their owner changes.
         cost_model: Prices transfers.
     """
 
@@ -113,7 +104,9 @@ def step_inputs(
         for sample, segment, position in media_positions(pack)
     ]
     segments = [packs[item.pack].samples[item.sample].segments[item.segment] for item in media]
-    owners = [row_owners(topology, replica) for replica in replicas]
+    owners = [layout.owners(replica) for replica in replicas]
+    media_packs = np.asarray([item.pack for item in media], dtype=np.int64)
+    lengths = np.asarray([layout.length(pack) for pack in packs], dtype=np.int64)
     return StepInputs(
         packs=packs,
         ranks=ranks,
@@ -122,9 +115,13 @@ def step_inputs(
         pack_costs=_ticks([cost_model.pack_cost(pack) / topology.ranks_per_replica for pack in packs]),
         media=tuple(media),
         media_encoders=tuple(cost_model.encoder_name(segment) for segment in segments),
-        media_packs=np.asarray([item.pack for item in media], dtype=np.int64),
+        media_packs=media_packs,
         media_costs=_ticks([cost_model.media_cost(segment) for segment in segments]),
-        pieces=_pieces(media, [layout.chunk(pack) for pack in packs]),
+        pieces=layout.cut(
+            np.asarray([item.position for item in media], dtype=np.int64),
+            np.asarray([item.num_rows for item in media], dtype=np.int64),
+            lengths[media_packs],
+        ),
         cost_model=cost_model,
     )
 
@@ -184,19 +181,6 @@ def _ticks(seconds: list[float]) -> FloatArray:
     return np.rint(np.asarray(seconds, dtype=np.float64) * TICKS_PER_S)
 
 
-def _pieces(media: Sequence[MediaPlace], chunks: Sequence[int]) -> RowPieces:
-    """Cut the rows of each segment at the chunk borders of its pack."""
-    found = []
-    for item, place in enumerate(media):
-        size = chunks[place.pack]
-        end = place.position + place.num_rows
-        for chunk in range(place.position // size, (end - 1) // size + 1):
-            rows = min(end, (chunk + 1) * size) - max(place.position, chunk * size)
-            found.append((item, chunk, rows))
-    columns = np.asarray(found, dtype=np.int64).reshape(-1, 3).T
-    return RowPieces(item=columns[0], chunk=columns[1], rows=columns[2])
-
-
 def _media_load(inputs: StepInputs, packs: PackPlacement, items: IntArray) -> MediaLoad:
     """The segments ``items`` (ascending) of one microbatch, renumbered from 0."""
     number = np.full(len(inputs.media), -1, dtype=np.int64)
@@ -208,7 +192,7 @@ def _media_load(inputs: StepInputs, packs: PackPlacement, items: IntArray) -> Me
         costs=inputs.media_costs[items],
         home=inputs.owners[replica[items], 0],
         piece_item=number[piece_item],
-        piece_owner=inputs.owners[replica[piece_item], inputs.pieces.chunk[here]],
+        piece_owner=inputs.owners[replica[piece_item], inputs.pieces.owner[here]],
         piece_rows=inputs.pieces.rows[here],
         num_members=len(inputs.ranks),
     )

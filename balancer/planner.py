@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from balancer.check import check_plan
 from balancer.cost import CostModel
+from balancer.layout import SequenceKind, SequenceLayout
 from balancer.partition import FloatArray
 from balancer.placement import (
     TICKS_PER_S,
@@ -26,9 +27,10 @@ from balancer.placement import (
     step_inputs,
 )
 from balancer.reorder import PackPlacement, lanes_of_group, num_microbatches
-from balancer.reshard import SequenceLayout, reshard_plan
+from balancer.reshard import build_routes, reshard_plan
 from omni_pipeline.core.errors import ConfigError, PlanError
-from omni_pipeline.core.plan import EXACT, Balance, MediaPlacement, Pack, PackSlot, ReshardPlan, StepPlan
+from omni_pipeline.core.plan import EXACT, Balance, MediaPlacement, Pack, PackSlot, StepPlan
+from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.topology import Topology
 
 
@@ -83,6 +85,7 @@ class GroupPlanner:
         packs_per_step: Packs of the global batch; a multiple of ``num_lanes``.
         encoders: All encoders of the run, in the order in which their outputs are concatenated.
         seq_len: Positions of every sequence where packs are padded to one length; 0 where they are not.
+        sequence: How the ranks of a replica own its positions; see ``balancer.layout``.
 
     Raises:
         ConfigError: The lanes do not divide the packs, or the cost model uses an encoder not in ``encoders``.
@@ -98,6 +101,7 @@ class GroupPlanner:
         packs_per_step: int,
         encoders: tuple[str, ...],
         seq_len: int = 0,
+        sequence: SequenceKind = "contiguous",
     ) -> None:
         if num_lanes < 1 or packs_per_step < 1 or packs_per_step % num_lanes:
             raise ConfigError(
@@ -116,7 +120,7 @@ class GroupPlanner:
         self.num_lanes = num_lanes
         self.packs_per_step = packs_per_step
         self.encoders = encoders
-        self.layout = SequenceLayout(topology, seq_len)
+        self.layout = SequenceLayout(topology, seq_len, sequence)
         self.num_microbatches = num_microbatches(num_lanes, packs_per_step // num_lanes, topology)
 
     def plan(self, packs: Sequence[Pack], *, step: int, group: int) -> StepPlan:
@@ -158,9 +162,10 @@ class GroupPlanner:
         Raises:
             PlanError: ``rank`` is not of the plan's group.
         """
-        return reshard_plan(
-            plan, microbatch=microbatch, rank=rank, layout=self.layout, encoders=self.encoders
-        )
+        if rank not in plan.ranks:
+            raise PlanError(f"rank {rank} is not one of the {len(plan.ranks)} ranks of group {plan.group}")
+        routes = build_routes(plan, microbatch=microbatch, layout=self.layout, encoders=self.encoders)
+        return reshard_plan(routes, kind=plan.exchanges[microbatch], member=plan.ranks.index(rank))
 
     def unbalanced(self, plan: StepPlan) -> StepPlan:
         """Return the same step with packs in order and media at home: what ``plan`` is compared with."""
@@ -172,6 +177,7 @@ class GroupPlanner:
             packs_per_step=self.packs_per_step,
             encoders=self.encoders,
             seq_len=self.layout.seq_len,
+            sequence=self.layout.kind,
         )
         return off.plan(plan.packs, step=plan.step, group=plan.group)
 

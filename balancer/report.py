@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from balancer.cost import CostModel
-from balancer.reshard import row_owners
+from balancer.layout import row_owners
 from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
 from omni_pipeline.core.topology import Topology
 

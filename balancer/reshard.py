@@ -1,33 +1,24 @@
 """Rows to owners: what each rank sends and receives in one microbatch.
 
 Each embedding row goes to the one rank that owns its sequence position, so nothing counts twice in backward.
-All members put rows in the same global order (encoder, then ``StepPlan.media``, then row), and each sorts it
-stably by the other end: what one member sends to another is, row for row, what the other expects.
+All members put runs of rows in the same global order (encoder, then ``StepPlan.media``, then row), and each
+sorts those of a hop stably by their other end: what one member sends is, row for row, what another expects.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from balancer.layout import SequenceLayout
+from balancer.nodes import GroupNodes, group_nodes
 from balancer.partition import IntArray
 from omni_pipeline.core.errors import PlanError
-from omni_pipeline.core.plan import MediaPlacement, Pack, ReshardPlan, StepPlan
-from omni_pipeline.core.topology import Topology
-
-
-@functools.lru_cache(maxsize=4096)
-def row_owners(topology: Topology, replica: int) -> tuple[int, ...]:
-    """Return ``topology.row_owners(replica)``, remembered: it visits every rank of the run."""
-    return topology.row_owners(replica)
-
-
-def chunk_size(num_positions: int, num_owners: int) -> int:
-    """Return the positions of every owner but the last, at least 1: equal contiguous chunks, rounded up."""
-    return max(1, -(-num_positions // num_owners))
+from omni_pipeline.core.plan import ExchangeKind, MediaPlacement, Pack, StepPlan
+from omni_pipeline.core.reshard import AllToAll, Hop, ReshardPlan, Scope, SumBuffer
 
 
 def media_positions(pack: Pack) -> list[tuple[int, int, int]]:
@@ -45,102 +36,195 @@ def media_positions(pack: Pack) -> list[tuple[int, int, int]]:
 
 
 @dataclass(frozen=True)
-class SequenceLayout:
-    """Who owns which sequence positions.
+class Routes:
+    """From whom to whom the rows of one microbatch go, in runs of consecutive rows, in global order.
+
+    Members are the ranks of the group, numbered from 0; arrays are int64 [runs].
 
     Args:
-        topology: The layout of the run.
-        seq_len: Positions of every sequence where packs are padded to one length; 0 where each pack keeps its
-            own length.
+        maker: The member whose encoder makes the rows.
+        owner: The member that owns their positions; may be the maker.
+        rows: How many, at least 1.
+        source: The first of them in the maker's outputs.
+        local: Local sequence position of the first at the owner; the others follow.
+        num_made: int64 [members]; rows that each member makes.
+        nodes: The group's members by node.
     """
 
-    topology: Topology
-    seq_len: int = 0
+    maker: IntArray
+    owner: IntArray
+    rows: IntArray
+    source: IntArray
+    local: IntArray
+    num_made: IntArray
+    nodes: GroupNodes
 
-    def chunk(self, pack: Pack) -> int:
-        """Return the positions of each owner of ``pack`` but the last."""
-        return chunk_size(self.seq_len or pack.num_positions, self.topology.tp * self.topology.cp)
 
-
-def reshard_plan(
-    plan: StepPlan, *, microbatch: int, rank: int, layout: SequenceLayout, encoders: Sequence[str]
-) -> ReshardPlan:
-    """Return what ``rank`` sends and receives in ``microbatch``.
+def build_routes(
+    plan: StepPlan, *, microbatch: int, layout: SequenceLayout, encoders: Sequence[str]
+) -> Routes:
+    """Return the routes of ``microbatch``.
 
     Args:
-        plan: The plan of the rank's group.
+        plan: The plan of the group.
         microbatch: Of the step.
-        rank: Of the whole run.
         layout: Who owns which positions.
         encoders: All encoders of the run, in the order in which their outputs are concatenated.
 
     Raises:
-        PlanError: ``rank`` is not of the plan's group, or a segment's encoder is not in ``encoders``.
+        PlanError: A segment's encoder is not in ``encoders``.
     """
-    if rank not in plan.ranks:
-        raise PlanError(f"rank {rank} is not one of the {len(plan.ranks)} ranks of group {plan.group}")
-    order = {name: number for number, name in enumerate(encoders)}
-    send_rows, send_splits = _send(plan, microbatch, rank, layout, order)
-    recv_positions, recv_splits = _receive(plan, microbatch, rank, layout, order)
-    return ReshardPlan(
-        send_rows=send_rows,
-        send_splits=send_splits,
-        recv_splits=recv_splits,
-        recv_positions=recv_positions,
+    items = _in_row_order(plan, microbatch, encoders)
+    shares = [
+        (number, rank, start, rows)
+        for number, item in enumerate(items)
+        for rank, rows, start in zip(
+            item.ranks, item.shares, itertools.accumulate(item.shares, initial=0), strict=False
+        )
+    ]
+    number, rank, start, rows = np.asarray(shares, dtype=np.int64).reshape(-1, 4).T
+    ranks = np.asarray(plan.ranks, dtype=np.int64)
+    maker = np.searchsorted(ranks, rank)
+    positions = np.asarray([item.position for item in items], dtype=np.int64)
+    lengths = np.asarray([layout.length(plan.packs[item.pack]) for item in items], dtype=np.int64)
+    replicas = [plan.slots[item.pack].replica for item in items]
+    owners = np.asarray([layout.owners(replica) for replica in replicas], dtype=np.int64)
+    pieces = layout.cut(positions[number] + start, rows, lengths[number])
+    owning = owners.reshape(-1, layout.num_owners)[number[pieces.item], pieces.owner]
+    return Routes(
+        maker=maker[pieces.item],
+        owner=np.searchsorted(ranks, owning),
+        rows=pieces.rows,
+        source=_source(maker, rows)[pieces.item] + pieces.first_row,
+        local=pieces.local,
+        num_made=np.bincount(maker, weights=rows, minlength=len(ranks)).astype(np.int64),
+        nodes=group_nodes(layout.topology, plan.group),
     )
 
 
-def _send(
-    plan: StepPlan, microbatch: int, rank: int, layout: SequenceLayout, order: dict[str, int]
-) -> tuple[IntArray, tuple[int, ...]]:
-    replica_of = {slot.pack: slot.replica for slot in plan.slots if slot.microbatch == microbatch}
-    owners = []
-    for item in _in_row_order(plan.media_of(rank=rank, microbatch=microbatch), order):
-        owners_of_pack = np.asarray(row_owners(layout.topology, replica_of[item.pack]), dtype=np.int64)
-        rows = item.rows_of(rank)
-        positions = np.arange(item.position + rows.start, item.position + rows.stop)
-        owners.append(owners_of_pack[positions // layout.chunk(plan.packs[item.pack])])
-    return _by_member(_concatenate(owners), plan.ranks)
+def reshard_plan(routes: Routes, *, kind: ExchangeKind, member: int) -> ReshardPlan:
+    """Return the part of ``member`` in an exchange of ``kind``.
+
+    Raises:
+        PlanError: Two hops are asked for in a group that is not evenly spread over several nodes.
+    """
+    moves = bool((routes.maker != routes.owner).any())
+    held = _Held(routes, member)
+    hops: tuple[Hop, ...] = ()
+    if moves and kind == "symmetric":
+        hops = (_sum_buffer(held),)
+    elif moves and kind == "two_level":
+        if not routes.nodes.has_rails:
+            raise PlanError(
+                f"two hops in a group whose nodes have {routes.nodes.counts} of its ranks",
+                fix="report this: the planner is at fault",
+            )
+        relay = routes.nodes.relay(routes.maker, routes.owner)
+        hops = _all_to_all(held, relay, "node"), _all_to_all(held, routes.owner, "rail")
+    elif moves:
+        hops = (_all_to_all(held, routes.owner, "group"),)
+    mine = routes.owner == member
+    positions = _expand(routes.local[mine], routes.rows[mine])
+    order = np.argsort(positions)
+    return ReshardPlan(
+        hops=hops,
+        take_rows=_expand(held.first[mine], routes.rows[mine])[order],
+        positions=positions[order],
+    )
 
 
-def _receive(
-    plan: StepPlan, microbatch: int, rank: int, layout: SequenceLayout, order: dict[str, int]
-) -> tuple[IntArray, tuple[int, ...]]:
-    replica = layout.topology.replica_of(rank)
-    owners = row_owners(layout.topology, replica)
-    pack = plan.pack_at(replica, microbatch)
-    if rank not in owners or pack is None:
-        return np.zeros(0, dtype=np.int64), (0,) * len(plan.ranks)
-    chunk = layout.chunk(plan.packs[pack])
-    start = owners.index(rank) * chunk
-    positions, senders = [], []
-    for item in _in_row_order((item for item in plan.media if item.pack == pack), order):
-        first = max(item.position, start)
-        last = min(item.position + item.num_rows, start + chunk)
-        if first < last:
-            positions.append(np.arange(first - start, last - start, dtype=np.int64))
-            makers = np.repeat(np.asarray(item.ranks, dtype=np.int64), item.shares)
-            senders.append(makers[first - item.position : last - item.position])
-    rows, splits = _by_member(_concatenate(senders), plan.ranks)
-    return _concatenate(positions)[rows], splits
+class _Held:
+    """Where the rows are while they travel, and which of them one member holds.
+
+    ``holder``: the member that each run is with. ``first``: its first row among the rows that ``member``
+    holds, -1 if it does not. ``num_rows``: how many rows that are.
+    """
+
+    def __init__(self, routes: Routes, member: int) -> None:
+        self.routes = routes
+        self.member = member
+        self.holder = routes.maker
+        self.first = np.where(routes.maker == member, routes.source, -1)
+        self.num_rows = int(routes.num_made[member])
+
+    def receive(self, runs: IntArray) -> None:
+        """Append these runs, in the order in which they arrive."""
+        rows = self.routes.rows[runs]
+        self.first[runs] = self.num_rows + _starts(rows)
+        self.num_rows += int(rows.sum())
 
 
-def _in_row_order(items: Iterable[MediaPlacement], order: dict[str, int]) -> list[MediaPlacement]:
-    """Sort by encoder; stable, so in the plan's order within one encoder."""
+def _all_to_all(held: _Held, target: IntArray, scope: Scope) -> AllToAll:
+    """Move every run from its holder to ``target``."""
+    routes, member, holder = held.routes, held.member, held.holder
+    sent = np.flatnonzero((holder == member) & (target != member))
+    sent = sent[np.argsort(target[sent], kind="stable")]
+    received = np.flatnonzero((target == member) & (holder != member))
+    received = received[np.argsort(holder[received], kind="stable")]
+    members = routes.nodes.members_of(scope, member)
+    hop = AllToAll(
+        scope=scope,
+        send_rows=_expand(held.first[sent], routes.rows[sent]),
+        send_splits=_splits(target[sent], routes.rows[sent], members),
+        recv_splits=_splits(holder[received], routes.rows[received], members),
+    )
+    held.receive(received)
+    held.holder = target
+    return hop
+
+
+def _sum_buffer(held: _Held) -> SumBuffer:
+    """Give every row that moves in the group a place, in the global order."""
+    routes, member = held.routes, held.member
+    rows = np.where(routes.maker != routes.owner, routes.rows, 0)
+    places = _starts(rows)
+    sent = np.flatnonzero((routes.maker == member) & (rows > 0))
+    received = np.flatnonzero((routes.owner == member) & (rows > 0))
+    hop = SumBuffer(
+        num_places=int(rows.sum()),
+        send_rows=_expand(held.first[sent], rows[sent]),
+        send_places=_expand(places[sent], rows[sent]),
+        recv_places=_expand(places[received], rows[received]),
+    )
+    held.receive(received)
+    held.holder = routes.owner
+    return hop
+
+
+def _in_row_order(plan: StepPlan, microbatch: int, encoders: Sequence[str]) -> list[MediaPlacement]:
+    """The media of a microbatch by encoder; stable, so in the plan's order within one encoder."""
+    order = {name: number for number, name in enumerate(encoders)}
     try:
-        return sorted(items, key=lambda item: order[item.encoder])
+        return sorted(plan.media_in(microbatch), key=lambda item: order[item.encoder])
     except KeyError as error:
         raise PlanError(
             f"plan uses encoder {error.args[0]!r}, the run has {', '.join(order) or 'none'}"
         ) from error
 
 
-def _by_member(ends: IntArray, ranks: tuple[int, ...]) -> tuple[IntArray, tuple[int, ...]]:
-    """Return the rows sorted stably by the rank at their other end, and the count for each member."""
-    members = np.searchsorted(np.asarray(ranks, dtype=np.int64), ends)
-    counts = np.bincount(members, minlength=len(ranks))
-    return np.argsort(members, kind="stable").astype(np.int64), tuple(counts.tolist())
+def _source(maker: IntArray, rows: IntArray) -> IntArray:
+    """Return where each share begins among the rows of its maker, int64 [shares]."""
+    order = np.argsort(maker, kind="stable")
+    starts = _starts(rows[order])
+    makers = maker[order]
+    found = np.empty_like(rows)
+    found[order] = starts - starts[np.searchsorted(makers, makers)]
+    return found
 
 
-def _concatenate(arrays: list[IntArray]) -> IntArray:
-    return np.concatenate(arrays) if arrays else np.zeros(0, dtype=np.int64)
+def _starts(rows: IntArray) -> IntArray:
+    """Return the sum of all rows before each."""
+    starts: IntArray = np.cumsum(rows) - rows
+    return starts
+
+
+def _expand(first: IntArray, rows: IntArray) -> IntArray:
+    """Return the single rows of runs, each given by its first row and its length."""
+    expanded: IntArray = np.repeat(first - _starts(rows), rows) + np.arange(int(rows.sum()))
+    return expanded
+
+
+def _splits(ends: IntArray, rows: IntArray, members: IntArray) -> tuple[int, ...]:
+    """Return the rows whose other end is each of ``members``."""
+    counts = np.bincount(ends, weights=rows, minlength=int(members[-1]) + 1).astype(np.int64)
+    return tuple(counts[members].tolist())

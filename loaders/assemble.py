@@ -22,7 +22,8 @@ from loaders.positions import pack_positions, seconds_per_temporal_patch
 from loaders.shares import grid_of_share, units_of_share
 from omni_pipeline.core.batch import IGNORE_LABEL, EncoderInput, MicroBatch, SampleSpan, joined_segments
 from omni_pipeline.core.errors import ConfigError, PlanError
-from omni_pipeline.core.plan import MediaPlacement, Pack, ReshardPlan, StepPlan
+from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
+from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.sizes import ModelSizes
 

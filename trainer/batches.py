@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from omni_pipeline.core.batch import Batch, MicroBatch
 from omni_pipeline.core.errors import OmniError
-from omni_pipeline.core.plan import EXACT, Balance, ReshardPlan, StepPlan
+from omni_pipeline.core.plan import EXACT, Balance, StepPlan
+from omni_pipeline.core.reshard import Scope, nothing_to_reshard
 from trainer.colocation import EncoderAnchor
 from trainer.parallel.mesh import RankGroups
 from trainer.reshard import reshard_problem
@@ -36,7 +37,7 @@ def batch_problem(batch: Batch, anchors: Sequence[EncoderAnchor], groups: RankGr
         return f"microbatches {indices}, the plan has {batch.plan.num_microbatches}"
     for microbatch in batch.microbatches:
         num_rows = rows_by_plan(batch.plan, microbatch.index, rank=groups.rank)
-        problem = _microbatch_problem(microbatch, anchors, num_rows=num_rows, num_members=len(groups.members))
+        problem = _microbatch_problem(microbatch, anchors, num_rows=num_rows, sizes=groups.sizes)
         if problem:
             return f"microbatch {microbatch.index}: {problem}"
     return ""
@@ -66,15 +67,12 @@ def idle_batch(
         encoder_balance=nothing,
         llm_balance=nothing,
     )
-    microbatches = tuple(
-        _idle_microbatch(index, anchors, num_members=len(groups.members)) for index in range(num_microbatches)
-    )
+    microbatches = tuple(_idle_microbatch(index, anchors) for index in range(num_microbatches))
     return Batch(plan=plan, microbatches=microbatches, failed=frozenset(), state={}, num_bytes=0, timings={})
 
 
-def _idle_microbatch(index: int, anchors: Sequence[EncoderAnchor], *, num_members: int) -> MicroBatch:
+def _idle_microbatch(index: int, anchors: Sequence[EncoderAnchor]) -> MicroBatch:
     empty = np.empty(0, dtype=np.int64)
-    zeros = (0,) * num_members
     return MicroBatch(
         index=index,
         tokens=empty,
@@ -83,12 +81,12 @@ def _idle_microbatch(index: int, anchors: Sequence[EncoderAnchor], *, num_member
         cu_seqlens=np.zeros(1, dtype=np.int32),
         spans=(),
         inputs={anchor.name: anchor.empty_input() for anchor in anchors},
-        reshard=ReshardPlan(empty, zeros, zeros, empty),
+        reshard=nothing_to_reshard(),
     )
 
 
 def _microbatch_problem(
-    microbatch: MicroBatch, anchors: Sequence[EncoderAnchor], *, num_rows: int, num_members: int
+    microbatch: MicroBatch, anchors: Sequence[EncoderAnchor], *, num_rows: int, sizes: Mapping[Scope, int]
 ) -> str:
     length = len(microbatch.tokens)
     if microbatch.labels.shape != (length,) or microbatch.positions.shape != (3, length):
@@ -100,7 +98,7 @@ def _microbatch_problem(
     for anchor in anchors:
         if problem := anchor.problem(microbatch.inputs[anchor.name]):
             return problem
-    received = microbatch.reshard.recv_positions
-    if len(received) and not 0 <= received.min() <= received.max() < length:
-        return f"rows for positions {received.min()} to {received.max()} of {length}"
-    return reshard_problem(microbatch.reshard, num_rows=num_rows, num_members=num_members)
+    positions = microbatch.reshard.positions
+    if len(positions) and not 0 <= positions.min() <= positions.max() < length:
+        return f"rows for positions {positions.min()} to {positions.max()} of {length}"
+    return reshard_problem(microbatch.reshard, num_rows=num_rows, sizes=sizes)

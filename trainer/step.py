@@ -192,7 +192,7 @@ def run_microbatch(
     stages.begin()
     rows = model.encode(microbatch, num_rows=num_rows)
     stages.mark(ENCODER)
-    media_rows, media_positions = reshard(rows, microbatch.reshard, group=model.groups.group)
+    media_rows, media_positions = reshard(rows, microbatch.reshard, groups=model.groups.exchange)
     stages.mark(EXCHANGE)
     stages.watch_backward(rows, media_rows)
     output: LlmOutput = model.llm(

@@ -11,12 +11,11 @@ import hashlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loaders.assemble import Array
 from loaders.budget import ByteBudget
@@ -232,10 +231,13 @@ def _arrays_of(microbatch: MicroBatch) -> dict[str, Array]:
         arrays[f"{encoder}/grids"] = item.grids
         if item.joined:
             arrays |= _joined_arrays(encoder, item.joined)
-    arrays["reshard/send_rows"] = reshard.send_rows
-    arrays["reshard/send_splits"] = _whole(reshard.send_splits)
-    arrays["reshard/recv_splits"] = _whole(reshard.recv_splits)
-    arrays["reshard/recv_positions"] = reshard.recv_positions
+    for number, hop in enumerate(reshard.hops):
+        for field in fields(hop):
+            if field.name != "scope":
+                values = np.asarray(getattr(hop, field.name), dtype=np.int64)
+                arrays[f"reshard/hop{number}/{field.name}"] = values
+    arrays["reshard/take_rows"] = reshard.take_rows
+    arrays["reshard/positions"] = reshard.positions
     return arrays
 
 
@@ -250,7 +252,3 @@ def _joined_arrays(encoder: str, joined: Sequence[JoinedSegment]) -> dict[str, A
         f"{encoder}/joined_grids": np.array([item.grid for item in joined], dtype=np.int64),
         f"{encoder}/joined_shares": np.array(shares, dtype=np.int64),
     }
-
-
-def _whole(numbers: tuple[int, ...]) -> npt.NDArray[np.int64]:
-    return np.array(numbers, dtype=np.int64)

@@ -14,7 +14,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from omni_pipeline.core.plan import ReshardPlan, StepPlan
+from omni_pipeline.core.plan import StepPlan
+from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.sample import SampleId
 
 IGNORE_LABEL = -100

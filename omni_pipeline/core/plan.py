@@ -14,12 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
-
+from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.sample import Sample
-
-IntArray = npt.NDArray[np.int64]
 
 ExchangeKind = Literal["exact", "symmetric", "two_level"]
 """How rows travel: one all-to-all with exact splits; a buffer of all rows, summed over the group; or two
@@ -236,6 +232,17 @@ class StepPlan:
                 found.setdefault(placement.microbatch, []).append(placement)
         return {microbatch: tuple(items) for microbatch, items in found.items()}
 
+    def media_in(self, microbatch: int) -> tuple[MediaPlacement, ...]:
+        """Return all media of ``microbatch``, in plan order."""
+        return self._media_in.get(microbatch, ())
+
+    @functools.cached_property
+    def _media_in(self) -> dict[int, tuple[MediaPlacement, ...]]:
+        found: dict[int, list[MediaPlacement]] = {}
+        for placement in self.media:
+            found.setdefault(placement.microbatch, []).append(placement)
+        return {microbatch: tuple(items) for microbatch, items in found.items()}
+
     @property
     def num_tokens(self) -> int:
         """Sequence positions of all packs that hold a token of a sample."""
@@ -246,26 +253,6 @@ class StepPlan:
         """Share of the sequence positions that are padding, 0 to 1."""
         num_positions = sum(pack.num_positions for pack in self.packs)
         return 1 - self.num_tokens / num_positions if num_positions else 0.0
-
-
-@dataclass(frozen=True)
-class ReshardPlan:
-    """The rows that one rank sends and receives in one microbatch, within its group.
-
-    The rank's encoder outputs are concatenated by encoder (in the order of the run's encoders), then by
-    ``StepPlan.media`` order. Splits are by member of the group, in the order of ``StepPlan.ranks``.
-
-    Args:
-        send_rows: int64 [sum(send_splits)]; rows of the concatenated outputs, in sending order.
-        send_splits: Rows for each member.
-        recv_splits: Rows from each member.
-        recv_positions: int64 [sum(recv_splits)]; local sequence position of each received row.
-    """
-
-    send_rows: IntArray
-    send_splits: tuple[int, ...]
-    recv_splits: tuple[int, ...]
-    recv_positions: IntArray
 
 
 class Planner(Protocol):

@@ -110,6 +110,16 @@ class Topology:
         """Return the ranks of ``group`` by machine, ascending; machines without any are left out."""
         return tuple(tuple(ranks) for _, ranks in itertools.groupby(self.ranks_of_group(group), self.node_of))
 
+    def rails_of_group(self, group: int) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of ``group`` with equal places in its nodes, by place.
+
+        None if the group lies in one node, or has more ranks in one node than in another.
+        """
+        nodes = self.nodes_of_group(group)
+        if len(nodes) == 1 or len({len(ranks) for ranks in nodes}) > 1:
+            return ()
+        return tuple(zip(*nodes, strict=True))
+
     def row_owners(self, replica: int) -> tuple[int, ...]:
         """Return the ranks of pipeline stage 0 of ``replica``, which own its sequence positions, in order."""
         return self.ranks_of_replica(replica)[: self.tp * self.cp]

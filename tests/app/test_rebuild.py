@@ -118,7 +118,10 @@ def test_the_file_is_read_by_numpy_without_pickle_and_holds_what_the_table_says(
         assert loaded[f"{item.index}/tokens"].tobytes() == item.tokens.tobytes()
         assert loaded[f"{item.index}/vision/values"].tobytes() == item.inputs["vision"].values.tobytes()
         assert loaded[f"{item.index}/samples"].tolist() == [f"{s.id.source}/{s.key}" for s in item.spans]
-        assert loaded[f"{item.index}/reshard/send_splits"].tolist() == list(item.reshard.send_splits)
+        assert loaded[f"{item.index}/reshard/take_rows"].tolist() == item.reshard.take_rows.tolist()
+        for number, hop in enumerate(item.reshard.hops):
+            send_rows = loaded[f"{item.index}/reshard/hop{number}/send_rows"]
+            assert send_rows.tolist() == hop.send_rows.tolist()
     assert set(found.arrays(0)) == {name for name in arrays if name.startswith("0/")}
 
 

@@ -2,71 +2,87 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from typing import get_args
+
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from balancer.reshard import chunk_size, media_positions, row_owners
+from balancer.layout import SequenceKind, SequenceLayout
+from balancer.reshard import build_routes, media_positions, reshard_plan
 from omni_pipeline.core.errors import PlanError
-from omni_pipeline.core.plan import Pack, StepPlan
+from omni_pipeline.core.plan import ExchangeKind, Pack, StepPlan
+from omni_pipeline.core.reshard import AllToAll, ReshardPlan, SumBuffer
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
-from tests.balancer.worlds import ENCODERS, Step, steps
+from tests.balancer.exchanges import made_rows, run_hops, wanted_rows, with_shares
+from tests.balancer.worlds import ENCODERS, Step, image_pack, steps
 from tests.support.strategies import make_sample, media_segment, text_segment
 
 
-def encoder_outputs(plan: StepPlan, *, rank: int, microbatch: int) -> list[tuple[int, int]]:
-    """(number of the segment in the plan, row) of each output row of ``rank``, encoder by encoder."""
-    return [
-        (number, row)
-        for name in ENCODERS
-        for number, item in enumerate(plan.media)
-        if item.ranks == (rank,) and item.microbatch == microbatch and item.encoder == name
-        for row in range(item.num_rows)
-    ]
+@st.composite
+def exchanges(draw: st.DrawFn) -> tuple[StepPlan, SequenceLayout, ExchangeKind]:
+    """Any plan of one group, with shares of long segments, on any layout, by any exchange that it has."""
+    step = draw(steps())
+    group = draw(st.integers(0, step.topology.num_groups - 1))
+    plan = step.planner().plan(step.packs_of(group), step=3, group=group)
+    layout = SequenceLayout(step.topology, step.seq_len, draw(st.sampled_from(get_args(SequenceKind))))
+    possible = ["exact", "symmetric", *(["two_level"] if step.topology.rails_of_group(group) else [])]
+    return draw(with_shares(plan)), layout, draw(st.sampled_from(possible))
 
 
-def exchange(step: Step, plan: StepPlan, microbatch: int) -> dict[tuple[int, int], tuple[int, int]]:
-    """Run the exchange of all members; return what lies at each (rank, local position)."""
-    planner = step.planner()
-    reshards = [planner.reshard(plan, microbatch=microbatch, rank=rank) for rank in plan.ranks]
-    sent: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for member, (rank, reshard) in enumerate(zip(plan.ranks, reshards, strict=True)):
-        rows = encoder_outputs(plan, rank=rank, microbatch=microbatch)
-        assert sorted(reshard.send_rows.tolist()) == list(range(len(rows)))
-        ordered = [rows[index] for index in reshard.send_rows]
-        ends = np.cumsum([0, *reshard.send_splits]).tolist()
-        for other in range(len(plan.ranks)):
-            sent[member, other] = ordered[ends[other] : ends[other + 1]]
-    found: dict[tuple[int, int], tuple[int, int]] = {}
-    for member, (rank, reshard) in enumerate(zip(plan.ranks, reshards, strict=True)):
-        incoming = [sent[other, member] for other in range(len(plan.ranks))]
-        assert tuple(len(rows) for rows in incoming) == reshard.recv_splits
-        received = [row for rows in incoming for row in rows]
-        for position, row in zip(reshard.recv_positions.tolist(), received, strict=True):
-            assert (rank, position) not in found
-            found[rank, position] = row
-    return found
+@settings(max_examples=200)
+@given(exchanges())
+def test_every_row_reaches_the_one_owner_of_its_position(
+    exchange: tuple[StepPlan, SequenceLayout, ExchangeKind],
+) -> None:
+    plan, layout, kind = exchange
+    for microbatch in range(plan.num_microbatches):
+        routes = build_routes(plan, microbatch=microbatch, layout=layout, encoders=ENCODERS)
+        reshards = [reshard_plan(routes, kind=kind, member=member) for member in range(len(plan.ranks))]
+        made = [made_rows(plan, rank=rank, microbatch=microbatch, encoders=ENCODERS) for rank in plan.ranks]
+        assert routes.num_made.tolist() == [len(rows) for rows in made]
+        taken = run_hops(reshards, made, layout.topology, plan.group)
+        found = {}
+        for rank, reshard, rows in zip(plan.ranks, reshards, taken, strict=True):
+            positions = reshard.positions.tolist()
+            assert positions == sorted(set(positions))
+            found.update({(rank, position): row for position, row in zip(positions, rows, strict=True)})
+        wanted = wanted_rows(plan, microbatch, layout)
+        assert found == wanted
+        _check_travel(reshards, made, wanted, plan, kind, layout.topology)
 
 
-@settings(max_examples=100)
-@given(steps())
-def test_every_row_reaches_the_one_owner_of_its_position(step: Step) -> None:
-    topology = step.topology
-    for group in range(topology.num_groups):
-        plan = step.planner().plan(step.packs_of(group), step=3, group=group)
-        for microbatch in range(plan.num_microbatches):
-            expected = {}
-            for number, item in enumerate(plan.media):
-                if item.microbatch != microbatch:
-                    continue
-                owners = topology.row_owners(plan.slots[item.pack].replica)
-                length = step.seq_len or plan.packs[item.pack].num_positions
-                chunk = -(-length // len(owners))
-                for row in range(item.num_rows):
-                    which, local = divmod(item.position + row, chunk)
-                    expected[owners[which], local] = (number, row)
-            assert exchange(step, plan, microbatch) == expected
+def _check_travel(
+    reshards: list[ReshardPlan],
+    made: list[list[tuple[int, int]]],
+    wanted: dict[tuple[int, int], tuple[int, int]],
+    plan: StepPlan,
+    kind: ExchangeKind,
+    topology: Topology,
+) -> None:
+    """Rows that stay never travel, and others only as often as they must."""
+    maker = {row: rank for rank, rows in zip(plan.ranks, made, strict=True) for row in rows}
+    moving = {row: (maker[row], owner) for (owner, _), row in wanted.items() if maker[row] != owner}
+    sent = [[len(hop.send_rows) for hop in reshard.hops] for reshard in reshards]
+    totals = [sum(by_hop) for by_hop in zip(*sent, strict=True)]
+    if not moving:
+        assert totals == []
+    elif kind == "two_level":
+        rail_of = {
+            rank: place for place, rail in enumerate(topology.rails_of_group(plan.group)) for rank in rail
+        }
+        assert totals == [
+            sum(rail_of[start] != rail_of[end] for start, end in moving.values()),
+            sum(topology.node_of(start) != topology.node_of(end) for start, end in moving.values()),
+        ]
+    else:
+        assert totals == [len(moving)]
+    for reshard in reshards:
+        assert all(hop.num_places == len(moving) for hop in reshard.hops if isinstance(hop, SumBuffer))
 
 
 def two_stage_world() -> tuple[Step, StepPlan]:
@@ -89,20 +105,41 @@ def test_rows_are_concatenated_by_encoder_then_by_plan() -> None:
     step, plan = two_stage_world()
     # 10 audio rows at positions 6..15, 16 image rows at 18..33; 39 tokens, so rank 1 owns 20 and up.
     reshard = step.planner().reshard(plan, microbatch=0, rank=0)
-    assert reshard.send_splits == (12, 14, 0, 0, 0, 0, 0, 0)
-    # Vision comes first in the outputs: its rows 0 and 1, then audio (16..25); then the other vision rows.
-    assert reshard.send_rows.tolist() == [0, 1, *range(16, 26), *range(2, 16)]
-    assert reshard.recv_positions.tolist() == [18, 19, *range(6, 16)]
+    (hop,) = reshard.hops
+    assert isinstance(hop, AllToAll)
+    assert hop.send_splits == (0, 14, 0, 0, 0, 0, 0, 0)
+    # Vision comes first in the outputs: its rows 0 and 1 stay, like audio (16..25); the other 14 go.
+    assert hop.send_rows.tolist() == list(range(2, 16))
+    assert reshard.positions.tolist() == [*range(6, 16), 18, 19]
+    assert reshard.take_rows.tolist() == [*range(16, 26), 0, 1]
     other = step.planner().reshard(plan, microbatch=0, rank=1)
-    assert other.recv_splits == (14, 0, 0, 0, 0, 0, 0, 0)
-    assert other.recv_positions.tolist() == list(range(14))
+    assert [hop.num_received for hop in other.hops] == [14]
+    assert other.positions.tolist() == list(range(14))
 
 
 def test_a_rank_of_a_later_stage_receives_nothing_and_still_takes_part() -> None:
     step, plan = two_stage_world()
     reshard = step.planner().reshard(plan, microbatch=0, rank=7)
-    assert reshard.send_splits == reshard.recv_splits == (0,) * 8
-    assert reshard.send_rows.dtype == reshard.recv_positions.dtype == np.int64
+    (hop,) = reshard.hops
+    assert isinstance(hop, AllToAll)
+    assert hop.send_splits == hop.recv_splits == (0,) * 8
+    assert hop.send_rows.dtype == reshard.take_rows.dtype == reshard.positions.dtype == np.int64
+
+
+def test_where_no_row_moves_there_is_no_hop() -> None:
+    packs = tuple(image_pack(lane, num_images=2) for lane in range(2))
+    step = Step(Topology(world_size=2), num_lanes=2, packs_per_lane=1, packs=packs)
+    plan = step.planner(enabled=False).plan(packs, step=0, group=0)
+    for rank in range(2):
+        reshard = step.planner().reshard(plan, microbatch=0, rank=rank)
+        assert reshard.hops == ()
+        assert reshard.take_rows.tolist() == list(range(32))
+
+
+def test_two_hops_need_a_group_that_is_even_over_several_nodes() -> None:
+    step, plan = two_stage_world()
+    with pytest.raises(PlanError, match=re.escape("two hops in a group whose nodes have (8,) of its ranks")):
+        step.planner().reshard(replace(plan, exchanges=("two_level",)), microbatch=0, rank=0)
 
 
 def test_positions_of_media_follow_the_start_marker() -> None:
@@ -114,15 +151,6 @@ def test_positions_of_media_follow_the_start_marker() -> None:
     assert media_positions(pack) == [(0, 1, 6), (1, 0, 13), (1, 2, 21)]
     padded = Pack(lane=0, number=0, samples=(first, second), padded_len=20)
     assert media_positions(padded) == [(0, 1, 6), (1, 0, 21), (1, 2, 29)]
-
-
-def test_chunks_are_equal_and_rounded_up() -> None:
-    assert [chunk_size(length, 4) for length in (0, 1, 8, 9)] == [1, 1, 2, 3]
-
-
-def test_owners_are_those_of_the_first_stage() -> None:
-    topology = Topology(world_size=8, tp=2, pp=2)
-    assert row_owners(topology, 1) == topology.row_owners(1) == (2, 3)
 
 
 def test_a_rank_from_outside_the_group_is_refused() -> None:

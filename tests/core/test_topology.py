@@ -80,6 +80,19 @@ def test_the_nodes_of_a_group_hold_each_of_its_ranks_once(
         assert len(set.union(*holders)) == len(by_node)
         for ranks in by_node:
             assert {layout.node_of(rank) for rank in ranks} == {ranks[0] // ranks_per_node}
+        rails = layout.rails_of_group(group)
+        if len(by_node) == 1 or len({len(ranks) for ranks in by_node}) > 1:
+            assert rails == ()
+        else:
+            assert rails == tuple(tuple(ranks[place] for ranks in by_node) for place in range(len(rails)))
+            assert sorted(rank for rail in rails for rank in rail) == list(layout.ranks_of_group(group))
+
+
+def test_a_group_with_more_ranks_in_one_node_than_in_another_has_no_rails() -> None:
+    layout = Topology(12, replicas_per_group=3, ranks_per_node=4)
+    assert layout.nodes_of_group(1) == ((3,), (4, 5))
+    assert [layout.rails_of_group(group) for group in range(4)] == [(), (), (), ()]
+    assert Topology(8, replicas_per_group=4, ranks_per_node=2).rails_of_group(1) == ((4, 6), (5, 7))
 
 
 @pytest.mark.parametrize("ranks_per_node", [0, 4, 8])

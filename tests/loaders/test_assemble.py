@@ -20,7 +20,8 @@ from loaders.assemble import (
 from loaders.decode.text import ByteTokenizer
 from omni_pipeline.core.batch import IGNORE_LABEL, MicroBatch
 from omni_pipeline.core.errors import ConfigError, PlanError
-from omni_pipeline.core.plan import Balance, MediaPlacement, Pack, PackSlot, ReshardPlan, StepPlan
+from omni_pipeline.core.plan import Balance, MediaPlacement, Pack, PackSlot, StepPlan
+from omni_pipeline.core.reshard import nothing_to_reshard
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from omni_pipeline.core.sizes import AudioSizes, ModelSizes, VisionSizes
 from tests.support.strategies import make_sample, media_segment, text_segment
@@ -35,7 +36,7 @@ IMAGE = media_segment(Modality.IMAGE, (1, 4, 4))
 VIDEO = media_segment(Modality.VIDEO, (2, 2, 2))
 AUDIO = media_segment(Modality.AUDIO, (20, 1, 1))
 _FLAT = Balance(0.0, 0.0, 0.0)
-_NOTHING = ReshardPlan(np.zeros(0, np.int64), (0,), (0,), np.zeros(0, np.int64))
+_NOTHING = nothing_to_reshard()
 
 
 def plan_of(packs: list[Pack], slots: list[tuple[int, int]], *, media_ranks: dict[Piece, int]) -> StepPlan:

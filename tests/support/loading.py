@@ -144,7 +144,8 @@ def content(batch: Batch) -> list[Any]:
         for encoder, item in microbatch.inputs.items():
             found.append(encoder)
             arrays.extend([item.values, item.grids])
-        arrays.extend([microbatch.reshard.send_rows, microbatch.reshard.recv_positions])
+        arrays.extend([hop.send_rows for hop in microbatch.reshard.hops])
+        arrays.extend([microbatch.reshard.take_rows, microbatch.reshard.positions])
         found.extend((array.dtype.str, array.shape, array.tobytes()) for array in arrays)
         found.append(microbatch.spans)
     return [*found, {**batch.state, "saved_with": None}]

@@ -150,8 +150,10 @@ def source_sets(draw: st.DrawFn, *, max_sources: int = 4) -> list[MemorySource]:
 
 @st.composite
 def worlds(draw: st.DrawFn, *, max_replicas: int = 4, max_degree: int = 2) -> Topology:
-    """Small layouts: any tp, cp, pp up to ``max_degree``, replicas, and groups that divide them."""
+    """Small layouts: any tp, cp, pp up to ``max_degree``, replicas, groups and nodes that divide them."""
     tp, cp, pp = (draw(st.integers(1, max_degree)) for _ in range(3))
     replicas = draw(st.integers(1, max_replicas))
     per_group = draw(st.sampled_from([count for count in range(1, replicas + 1) if replicas % count == 0]))
-    return Topology(world_size=tp * cp * pp * replicas, tp=tp, cp=cp, pp=pp, replicas_per_group=per_group)
+    world_size = tp * cp * pp * replicas
+    per_node = draw(st.sampled_from([0, *(size for size in range(1, world_size) if world_size % size == 0)]))
+    return Topology(world_size, tp=tp, cp=cp, pp=pp, replicas_per_group=per_group, ranks_per_node=per_node)

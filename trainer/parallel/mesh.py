@@ -6,6 +6,7 @@ parameters. Both are made by all ranks in one order, so every rank must call the
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.reshard import Scope
 from omni_pipeline.core.topology import Topology
 from trainer.parallel.config import ranks_per_copy
 
@@ -28,15 +30,26 @@ class RankGroups:
         topology: The layout of the run.
         rank: This rank.
         device: Where its tensors live.
-        members: Ranks of its balance group, ascending; the order of the splits of a ``ReshardPlan``.
-        group: Process group of ``members``.
+        members: Ranks of its balance group, ascending.
+        exchange: The process groups in which rows travel, by scope; ``"node"`` and ``"rail"`` only if the
+            balance group has rails.
     """
 
     topology: Topology
     rank: int
     device: torch.device
     members: tuple[int, ...]
-    group: dist.ProcessGroup
+    exchange: Mapping[Scope, dist.ProcessGroup]
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Process group of ``members``."""
+        return self.exchange["group"]
+
+    @property
+    def sizes(self) -> dict[Scope, int]:
+        """Ranks in each process group of ``exchange``."""
+        return {scope: dist.get_world_size(group) for scope, group in self.exchange.items()}
 
 
 def pick_device(local_rank: int = 0) -> torch.device:
@@ -73,14 +86,30 @@ def make_rank_groups(topology: Topology, *, device: torch.device) -> RankGroups:
             fix="make a layout with tp, cp and pp of 1",
         )
     rank = dist.get_rank()
-    found: tuple[tuple[int, ...], dist.ProcessGroup] | None = None
+    return RankGroups(
+        topology=topology,
+        rank=rank,
+        device=device,
+        members=topology.ranks_of_group(topology.group_of(rank)),
+        exchange=make_exchange_groups(topology),
+    )
+
+
+def make_exchange_groups(topology: Topology) -> dict[Scope, dist.ProcessGroup]:
+    """Return the process groups in which rows of this rank travel; all ranks must call this together."""
+    rank = dist.get_rank()
+    found: dict[Scope, dist.ProcessGroup] = {}
     for index in range(topology.num_groups):
-        members = topology.ranks_of_group(index)
-        group = dist.new_group(list(members))
-        if rank in members:
-            found = members, group
-    assert found is not None, f"rank {rank} is in none of {topology.num_groups} groups"
-    return RankGroups(topology=topology, rank=rank, device=device, members=found[0], group=found[1])
+        rails = topology.rails_of_group(index)
+        parts: list[tuple[Scope, tuple[int, ...]]] = [("group", topology.ranks_of_group(index))]
+        if rails:
+            parts += [("node", members) for members in topology.nodes_of_group(index)]
+            parts += [("rail", members) for members in rails]
+        for scope, members in parts:
+            group = dist.new_group(list(members))
+            if rank in members:
+                found[scope] = group
+    return found
 
 
 def make_module_mesh(*, device: torch.device, dp_shard: int, setting: str) -> DeviceMesh:
