@@ -1,0 +1,229 @@
+"""A step in seconds: what each rank encodes, what each stage computes, how rows and activations travel.
+
+All prices are those of the cost model the plans are made with; nothing here decides anything. Where the
+cost model prices a whole microbatch of an encoder (weights are read, kernels are started, whatever there is
+to encode), that price is taken, so spreading small media thinly costs what it costs.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from balancer.cost import LLM, CostModel
+from balancer.partition import FloatArray
+from balancer.simulator.network import gather_s, message_s, spread_of
+from balancer.simulator.setup import Setup
+from balancer.split import cut_segment
+from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
+from omni_pipeline.core.sample import Segment
+from omni_pipeline.core.topology import Topology
+
+VALUE_BYTES = 2
+GATHERS_PER_LAYER = 4  # attention and feed-forward: gather the sequence before, scatter sums after
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderPart:
+    """Encoder work of one microbatch that some ranks do together.
+
+    Args:
+        members: One rank, or those that share a joined segment or a tensor-parallel encoder.
+        forward_s: Seconds of the slowest.
+        backward_s: Seconds of the slowest.
+    """
+
+    members: tuple[int, ...]
+    forward_s: float
+    backward_s: float
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """What the ranks encode.
+
+    Args:
+        parts: By (rank, microbatch), in an order that all members of a part share.
+        load_s: float64 [ranks, microbatches]; forward and backward.
+        kept_bytes: float64 [ranks, microbatches]; activations from forward to backward.
+        hosts: Ranks that hold the encoders, ascending.
+    """
+
+    parts: Mapping[tuple[int, int], tuple[EncoderPart, ...]]
+    load_s: FloatArray
+    kept_bytes: FloatArray
+    hosts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LlmWork:
+    """What one stage of each replica computes, float64 [replicas, microbatches] each.
+
+    Args:
+        forward_s: Seconds of a stage's forward, its ranks together.
+        backward_s: The same of the backward, with the forward done again if activations are not kept.
+        message_s: Seconds from the end of a stage's slot to the arrival at the next stage.
+        kept_bytes: Activations per rank of a stage, from forward to backward.
+        num_tokens: Tokens of samples.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    message_s: FloatArray
+    kept_bytes: FloatArray
+    num_tokens: FloatArray
+
+
+def segment_of(plan: StepPlan, item: MediaPlacement) -> Segment:
+    """Return the media segment of a placement."""
+    return plan.packs[item.pack].samples[item.sample].segments[item.segment]
+
+
+def llm_work(packs: Mapping[tuple[int, int], Pack], setup: Setup, *, num_microbatches: int) -> LlmWork:
+    """Return the LLM's work.
+
+    Args:
+        packs: By (replica, microbatch); a place without a pack runs empty.
+        setup: The run, ``topology`` the layout that the replicas are of.
+        num_microbatches: Of the step.
+    """
+    topology, model = setup.topology, setup.cost_model
+    shape = (topology.num_replicas, num_microbatches)
+    forward, backward, message, kept, tokens = (np.zeros(shape) for _ in range(5))
+    fraction = model.forward_fraction(LLM)
+    same_node = topology.pp == 1 or _stages_share_nodes(topology, setup)
+    for place, pack in packs.items():
+        seconds = model.pack_cost(pack) / topology.ranks_per_replica
+        positions = setup.seq_len if setup.seq_len and pack.samples else pack.num_positions
+        once = _parallel_s(positions, topology, setup)
+        forward[place] = seconds * fraction + once
+        backward[place] = seconds * (1 - fraction) + once * (2 if model.recompute else 1)
+        per_rank = positions / (topology.tp * topology.cp)
+        num_bytes = VALUE_BYTES * model.llm.hidden * per_rank
+        message[place] = message_s(num_bytes, same_node=same_node, hardware=setup.hardware)
+        kept[place] = model.pack_bytes(pack) / topology.ranks_per_replica
+        tokens[place] = pack.num_tokens
+    return LlmWork(forward, backward, message, kept, tokens)
+
+
+def planned_encoding(plans: Sequence[StepPlan], setup: Setup) -> Encoding:
+    """Return the encoders' work as the plans place it; every rank runs its encoders in each microbatch."""
+    num_microbatches = plans[0].num_microbatches
+    builder = EncodingBuilder(setup, range(setup.topology.world_size), num_microbatches)
+    for plan in plans:
+        for item in plan.media:
+            builder.add(segment_of(plan, item), item.microbatch, item.ranks, item.shares, joined=item.joined)
+    return builder.encoding()
+
+
+class EncodingBuilder:
+    """Collects who encodes what, then prices it by rank and microbatch.
+
+    Args:
+        setup: The run.
+        hosts: Ranks that hold the encoders.
+        num_microbatches: Of the step.
+    """
+
+    def __init__(self, setup: Setup, hosts: Iterable[int], num_microbatches: int) -> None:
+        self.model = setup.cost_model
+        self.hosts = tuple(hosts)
+        self.num_microbatches = num_microbatches
+        size = (max(self.hosts) + 1, num_microbatches)
+        self._kept = np.zeros(size)
+        self._grids: dict[tuple[int, int], dict[str, list[tuple[int, int, int]]]] = {}
+        self._joined: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
+
+    def add(
+        self,
+        segment: Segment,
+        microbatch: int,
+        ranks: tuple[int, ...],
+        shares: tuple[int, ...],
+        *,
+        joined: bool = False,
+    ) -> None:
+        """Let ``ranks`` encode their ``shares`` (rows) of a segment."""
+        name = self.model.encoder_name(segment)
+        for rank, rows in zip(ranks, shares, strict=True):
+            self._kept[rank, microbatch] += self.model.media_bytes(segment, rows)
+        if joined:
+            split = self.model.split(segment, len(ranks))
+            seconds = max(split.costs) if split else self.model.media_cost(segment) / len(ranks)
+            forward = seconds * self.model.forward_fraction(name)
+            before = self._joined.get((microbatch, ranks), (0.0, 0.0))
+            self._joined[microbatch, ranks] = before[0] + forward, before[1] + seconds - forward
+            return
+        for rank, grid in zip(ranks, _grids(segment, shares, self.model), strict=True):
+            self._grids.setdefault((rank, microbatch), {}).setdefault(name, []).append(grid)
+
+    def encoding(self) -> Encoding:
+        """Return all that was added, priced."""
+        parts: dict[tuple[int, int], list[EncoderPart]] = defaultdict(list)
+        load = np.zeros(self._kept.shape)
+        for (microbatch, ranks), (forward, backward) in sorted(self._joined.items()):
+            part = EncoderPart(ranks, forward, backward)
+            for rank in ranks:
+                parts[rank, microbatch].append(part)
+                load[rank, microbatch] += forward + backward
+        idle = encoder_seconds(self.model, {})
+        for rank in self.hosts:
+            for microbatch in range(self.num_microbatches):
+                grids = self._grids.get((rank, microbatch))
+                forward, backward = encoder_seconds(self.model, grids) if grids else idle
+                parts[rank, microbatch].append(EncoderPart((rank,), forward, backward))
+                load[rank, microbatch] += forward + backward
+        found = {place: tuple(items) for place, items in parts.items()}
+        return Encoding(found, load, self._kept, self.hosts)
+
+
+def encoder_seconds(
+    model: CostModel, grids: Mapping[str, Sequence[tuple[int, int, int]]]
+) -> tuple[float, float]:
+    """Return the seconds (forward, backward) of one microbatch of all encoders on one rank."""
+    forward = backward = 0.0
+    for name in model.encoders:
+        seconds = model.encoder_cost(name, grids.get(name, ()))
+        fraction = model.forward_fraction(name)
+        forward += seconds * fraction
+        backward += seconds * (1 - fraction)
+    return forward, backward
+
+
+def _grids(segment: Segment, shares: tuple[int, ...], model: CostModel) -> tuple[tuple[int, int, int], ...]:
+    """The smaller segment that each share is."""
+    if len(shares) == 1:
+        return (segment.grid,)
+    cut = cut_segment(model.encoders[model.encoder_name(segment)], segment.grid, len(shares))
+    assert cut is not None, f"a plan splits {segment.grid} into {shares} without joining"
+    assert cut.rows == shares, f"a plan cuts {segment.grid} into {shares}, not {cut.rows}"
+    return cut.grids
+
+
+def _parallel_s(positions: int, topology: Topology, setup: Setup) -> float:
+    """Seconds of the tensor- and context-parallel collectives of one stage's forward; nothing hides them.
+
+    Tensor parallel with sequence parallel (Korthikanti et al. 2022): twice a gather and a scatter of the
+    sequence per layer. Context parallel: a gather of keys and values per layer.
+    """
+    llm, hardware = setup.cost_model.llm, setup.hardware
+    layers = llm.layers / topology.pp
+    seconds = 0.0
+    if topology.tp > 1:
+        num_bytes = VALUE_BYTES * llm.hidden * positions / topology.cp
+        spread = spread_of(range(topology.tp), hardware)
+        seconds += layers * GATHERS_PER_LAYER * gather_s(num_bytes, spread, hardware)
+    if topology.cp > 1:
+        num_bytes = VALUE_BYTES * 2 * llm.kv_heads * llm.head_dim * positions / topology.tp
+        spread = spread_of(range(0, topology.tp * topology.cp, topology.tp), hardware)
+        seconds += layers * gather_s(num_bytes, spread, hardware)
+    return seconds
+
+
+def _stages_share_nodes(topology: Topology, setup: Setup) -> bool:
+    """Whether the next stage of a replica is on the same node."""
+    per_stage = topology.world_size // topology.pp
+    return per_stage < setup.hardware.ranks_per_node and setup.hardware.ranks_per_node % per_stage == 0
