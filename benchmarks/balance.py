@@ -1,66 +1,56 @@
-"""How long a plan takes by size of the group, and what it buys by mixture of images and text.
+"""How long a plan takes by size of the group, and what it buys by mixture and by size of the group.
 
     python -m benchmarks.balance --json
 
-Packs are made of synthetic samples before the clock starts: interleaved pages with log-normal picture sizes,
-and plain text, both with log-normal lengths, priced as Qwen2.5-VL-3B. ``plan_ms`` is the processor time of
-one rank to plan a step of 8 microbatches (median of some repeats; one thread, so on an idle machine it is the
-time that passes), ``reshard_ms`` that of routing all its microbatches. ``*_before`` and ``*_after`` are max /
-mean of the modelled load of encoders and LLM over 64 ranks, in order and under the plan, by image:text share
-of the tokens. The last line of ``--json`` is one object.
+Packs are made of synthetic samples before the clock starts (``benchmarks.synthetic``), priced as
+Qwen2.5-Omni-3B on H100-class ranks; each replica is one rank and has 8 microbatches. Times are processor time of one rank, one
+thread, the median of some repeats: on an idle machine it is the time that passes. ``before`` and ``after``
+are makespan / mean of the modelled loads, in order and under the plan. The last line of ``--json`` is one
+object:
+
+``plan_ms``, ``step_s`` (modelled step: encoders and LLM, without exchange or collectives) and
+``plan_fraction`` (the one over the other) by ranks of the group, ``plan`` (more of the same);
+``imbalance`` by mixture, of ``encoder`` and ``llm``; ``mixture`` (rows moved, modelled speed-up);
+``world_plan_ms``: the plan of one group of 64 ranks in worlds of several sizes; ``groups``: by ranks of the
+world, the imbalance and the modelled step if replicas balance in groups of none, one node (8 ranks), two,
+four, or all. All ranks of the run meet in every microbatch (their parameters are sharded over the run).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 import json
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 import numpy as np
 
 from balancer.cost import CostModel
-from balancer.hardware import load_hardware
+from balancer.partition import FloatArray
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.report import moved_rows_fraction
-from balancer.shapes import TransformerShape, vision_shape
-from omni_pipeline.core.plan import Pack
-from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
-from omni_pipeline.core.seeding import generator
-from omni_pipeline.core.sizes import ModelSizes, media_rows, smart_resize
+from benchmarks.synthetic import ENCODERS, SEQ_LEN, Mixture, cost_model, make_packs
+from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.topology import Topology
 
-SEQ_LEN = 8192
 NUM_MICROBATCHES = 8
 GROUP_RANKS = (8, 64, 256)
-IMAGE_SHARES = (0.1, 0.3, 0.5, 0.7, 0.9)
+WORLD_RANKS = (256, 4096, 16384)
+WORLD_GROUP = 64
 MIXTURE_RANKS = 64
-SIZES = ModelSizes()
-LLM_HIDDEN = 2048
-
-VISION = vision_shape(
-    layers=32,
-    hidden=1280,
-    ffn=3420,
-    heads=16,
-    patch_values=1176,
-    merge=2,
-    window_patches=8,
-    full_attention_layers=4,
-    llm_hidden=LLM_HIDDEN,
-)
-LLM = TransformerShape(
-    hidden=LLM_HIDDEN,
-    layers=36,
-    ffn=11008,
-    heads=16,
-    kv_heads=2,
-    head_dim=128,
-    causal=True,
-    output_widths=(LLM_HIDDEN, 151_936),
-)
+EVEN: Mixture = {"page": 0.5, "text": 0.5}
+MIXTURES: dict[str, Mixture] = {
+    **{f"{images}:{10 - images}": {"page": images / 10, "text": 1 - images / 10} for images in range(1, 10)},
+    "video": {"video": 0.7, "text": 0.3},
+    "three modalities": {"page": 0.3, "video": 0.2, "speech": 0.2, "text": 0.3},
+}
+NODE = 8
+GROUP_WORLDS = (64, 128, 256)
+GROUP_MIXTURES = ("5:5", "video", "three modalities")
 
 
 @click.command()
@@ -72,35 +62,58 @@ def main(*, repeats: int, seed: int, as_json: bool) -> None:
 
     Example: python -m benchmarks.balance --json
     """
-    result = {
-        "plan": [measure_plan(num_ranks, repeats=repeats, seed=seed) for num_ranks in GROUP_RANKS],
-        "mixture": [measure_mixture(share, seed=seed) for share in IMAGE_SHARES],
-    }
-    for row in result["plan"]:
+    plan = [measure_plan(num_ranks, repeats=repeats, seed=seed) for num_ranks in GROUP_RANKS]
+    for row in plan:
         print(
             f"{row['ranks']:4d} ranks, {row['media']:5d} media: plan {row['plan_ms']:.1f} ms "
-            f"(best {row['plan_best_ms']:.1f}), reshard {row['reshard_ms']:.1f} ms"
+            f"(best {row['plan_best_ms']:.1f}), {row['plan_fraction']:.2%} of the modelled step of "
+            f"{row['step_s']:.2f} s; reshard {row['reshard_ms']:.1f} ms"
         )
-    for row in result["mixture"]:
+    world_ms = {str(ranks): measure_world(ranks, repeats=repeats, seed=seed) for ranks in WORLD_RANKS}
+    print(
+        f"one group of {WORLD_GROUP} in worlds of", ", ".join(f"{k}: {v:.1f} ms" for k, v in world_ms.items())
+    )
+    mixtures = {name: measure_mixture(mixture, seed=seed) for name, mixture in MIXTURES.items()}
+    for name, row in mixtures.items():
+        encoder, llm = row["encoder"], row["llm"]
         print(
-            f"image:text {row['image_share']:.0%}: encoders {row['encoder_before']:.2f} -> "
-            f"{row['encoder_after']:.2f}, LLM {row['llm_before']:.2f} -> {row['llm_after']:.2f}, "
-            f"{row['moved_rows_fraction']:.0%} of rows moved, modelled step {row['step_speedup']:.2f}x"
+            f"{name:16}: encoders {encoder['before']:.2f} -> {encoder['after']:.2f}, "
+            f"LLM {llm['before']:.2f} -> {llm['after']:.2f}, {row['moved_rows_fraction']:.0%} of rows moved, "
+            f"modelled step {row['step_speedup']:.2f}x"
+        )
+    groups = [row for name in GROUP_MIXTURES for row in measure_groups(name, seed=seed)]
+    for row in groups:
+        print(
+            f"{row['ranks']:3d} ranks, {row['mixture']:16}, groups of {row['group']:3d}: encoders "
+            f"{row['encoder']:.3f}, LLM {row['llm']:.3f}, modelled step {row['step_s']:.3f} s"
         )
     if as_json:
+        result = {
+            **{
+                key: {str(row["ranks"]): row[key] for row in plan}
+                for key in ("plan_ms", "step_s", "plan_fraction")
+            },
+            "imbalance": {
+                name: {part: row[part] for part in ("encoder", "llm")} for name, row in mixtures.items()
+            },
+            "world_plan_ms": world_ms,
+            "groups": groups,
+            "plan": plan,
+            "mixture": mixtures,
+        }
         print(json.dumps(result))
 
 
 def measure_plan(num_ranks: int, *, repeats: int, seed: int) -> dict[str, Any]:
     """Time planning and routing of a group of ``num_ranks`` ranks at half images, half text."""
-    planner, packs = world(num_ranks, image_share=0.5, seed=seed)
+    planner, packs = make_planner(num_ranks), step_packs(num_ranks, EVEN, seed=seed)
     plan = planner.plan(packs, step=0, group=0)
 
     def route() -> None:
         for microbatch in range(plan.num_microbatches):
             planner.reshard(plan, microbatch=microbatch, rank=0)
 
-    planning = timings_ms(lambda: planner.plan(packs, step=0, group=0), repeats=repeats)
+    planning = timings_ms(lambda: planner.plan(packs, step=0, group=0).digest, repeats=repeats)
     return {
         "ranks": num_ranks,
         "microbatches": plan.num_microbatches,
@@ -108,110 +121,116 @@ def measure_plan(num_ranks: int, *, repeats: int, seed: int) -> dict[str, Any]:
         "media": len(plan.media),
         "plan_ms": statistics.median(planning),
         "plan_best_ms": min(planning),
+        "step_s": step_s(plan),
+        "plan_fraction": statistics.median(planning) / 1000 / step_s(plan),
         "reshard_ms": statistics.median(timings_ms(route, repeats=repeats)),
     }
 
 
-def measure_mixture(image_share: float, *, seed: int) -> dict[str, float]:
-    """Return the imbalance before and after at ``image_share`` of the tokens in pages with images."""
-    planner, packs = world(MIXTURE_RANKS, image_share=image_share, seed=seed)
-    plan = planner.plan(packs, step=0, group=0)
+def measure_world(world_size: int, *, repeats: int, seed: int) -> float:
+    """Return the milliseconds of planning the same packs of one group in a world of ``world_size`` ranks."""
+    planner = make_planner(world_size, group_ranks=WORLD_GROUP)
+    packs = [
+        dataclasses.replace(pack, lane=pack.lane * planner.topology.num_groups)
+        for pack in step_packs(WORLD_GROUP, EVEN, seed=seed)
+    ]
+    return statistics.median(timings_ms(lambda: planner.plan(packs, step=0, group=0).digest, repeats=repeats))
+
+
+def measure_mixture(mixture: Mixture, *, seed: int, num_ranks: int = MIXTURE_RANKS) -> dict[str, Any]:
+    """Return the imbalance before and after."""
+    planner = make_planner(num_ranks)
+    plan = planner.plan(step_packs(num_ranks, mixture, seed=seed), step=0, group=0)
     encoder, llm = plan.encoder_balance, plan.llm_balance
     return {
-        "image_share": image_share,
         "media": len(plan.media),
-        "encoder_before": encoder.imbalance_before,
-        "encoder_after": encoder.imbalance_after,
-        "llm_before": llm.imbalance_before,
-        "llm_after": llm.imbalance_after,
+        "long": sum(item.is_long for item in plan.media),
+        "encoder": {"before": encoder.imbalance_before, "after": encoder.imbalance_after},
+        "llm": {"before": llm.imbalance_before, "after": llm.imbalance_after},
         "moved_rows_fraction": moved_rows_fraction(plan, planner.topology),
-        "step_speedup": (encoder.makespan_before + llm.makespan_before)
-        / (encoder.makespan_after + llm.makespan_after),
+        "step_speedup": (encoder.makespan_before + llm.makespan_before) / step_s(plan),
     }
 
 
-def world(num_ranks: int, *, image_share: float, seed: int) -> tuple[GroupPlanner, list[Pack]]:
-    """Return a planner of one group of ``num_ranks`` replicas, and packs for all microbatches."""
-    planner = GroupPlanner(
-        Topology(world_size=num_ranks),
-        cost_model=CostModel(
-            encoders={"vision": VISION},
-            llm=LLM,
-            encoder_of={Modality.IMAGE: "vision", Modality.VIDEO: "vision"},
-            hardware=load_hardware("h100"),
-        ),
-        config=BalanceConfig(group="all"),
+def measure_groups(name: str, *, seed: int, worlds: Sequence[int] = GROUP_WORLDS) -> list[dict[str, Any]]:
+    """Return what groups of several sizes reach on the same packs, in worlds of several sizes."""
+    rows = []
+    for num_ranks in worlds:
+        packs = step_packs(num_ranks, MIXTURES[name], seed=seed)
+        for size in sorted({min(num_ranks, size) for size in (1, NODE, 2 * NODE, 4 * NODE, num_ranks)}):
+            planner = make_planner(num_ranks, group_ranks=size)
+            num_groups = planner.topology.num_groups
+            plans = [
+                planner.plan([p for p in packs if p.lane % num_groups == group], step=0, group=group)
+                for group in range(num_groups)
+            ]
+            rows.append({"mixture": name, "ranks": num_ranks, "group": size, **_joined(plans)})
+    return rows
+
+
+def _joined(plans: list[StepPlan]) -> dict[str, float]:
+    """Return imbalances and step of all groups together: all ranks meet in every microbatch."""
+    model = cost_model()
+    loads = {
+        "encoder": np.concatenate([encoder_loads(plan, model) for plan in plans], axis=1),
+        "llm": np.concatenate([llm_loads(plan, model) for plan in plans], axis=1),
+    }
+    makespans = {part: float(table.max(axis=1).sum()) for part, table in loads.items()}
+    means = {part: float(table.mean(axis=1).sum()) for part, table in loads.items()}
+    return {
+        **{part: makespans[part] / means[part] for part in loads},
+        "step_s": sum(makespans.values()),
+    }
+
+
+def encoder_loads(plan: StepPlan, model: CostModel) -> FloatArray:
+    """Return the modelled seconds of encoding, float64 [microbatches, ranks of the group]."""
+    place = {rank: number for number, rank in enumerate(plan.ranks)}
+    loads = np.zeros((plan.num_microbatches, len(plan.ranks)))
+    for item in plan.media:
+        cost = model.media_cost(plan.packs[item.pack].samples[item.sample].segments[item.segment])
+        for rank, rows in zip(item.ranks, item.shares, strict=True):
+            loads[item.microbatch, place[rank]] += cost * rows / item.num_rows
+    return loads
+
+
+def llm_loads(plan: StepPlan, model: CostModel) -> FloatArray:
+    """Return the modelled seconds of the LLM, float64 [microbatches, replicas of the group]."""
+    place = {replica: number for number, replica in enumerate(plan.replicas)}
+    loads = np.zeros((plan.num_microbatches, len(plan.replicas)))
+    for slot in plan.slots:
+        loads[slot.microbatch, place[slot.replica]] += model.pack_cost(plan.packs[slot.pack])
+    return loads
+
+
+def step_s(plan: StepPlan) -> float:
+    """Return the modelled seconds of the encoders and the LLM."""
+    return plan.encoder_balance.makespan_after + plan.llm_balance.makespan_after
+
+
+def make_planner(num_ranks: int, *, group_ranks: int = 0) -> GroupPlanner:
+    """Return the planner of a world of one-rank replicas, one lane each, in groups of so many; 0 is all."""
+    return GroupPlanner(
+        Topology(num_ranks, replicas_per_group=group_ranks),
+        cost_model=cost_model(),
+        config=BalanceConfig(),
         num_lanes=num_ranks,
         packs_per_step=num_ranks * NUM_MICROBATCHES,
-        encoders=("vision",),
+        encoders=ENCODERS,
         seq_len=SEQ_LEN,
     )
-    rng = generator(seed, "benchmark.balance", num_ranks, round(100 * image_share))
-    packs = [
-        Pack(lane=lane, number=number, samples=pack_samples(rng, image_share))
-        for lane in range(num_ranks)
-        for number in range(NUM_MICROBATCHES)
-    ]
-    return planner, packs
 
 
-def pack_samples(rng: np.random.Generator, image_share: float) -> tuple[Sample, ...]:
-    """Fill one sequence; each next sample is of the kind that is furthest behind its share of the tokens."""
-    samples: list[Sample] = []
-    used = {"page": 0.0, "text": 0.0}
-    # A random start keeps the kinds from falling equally in all packs.
-    phase = float(rng.normal(0, SEQ_LEN / 4))
-    for _ in range(1000):
-        behind = image_share * (used["page"] + used["text"]) - used["page"] + phase
-        kind = "page" if behind > 0 else "text"
-        sample = make_page(rng) if kind == "page" else make_text(rng)
-        if sum(used.values()) + sample.num_tokens > SEQ_LEN:
-            break
-        samples.append(sample)
-        used[kind] += sample.num_tokens
-        phase *= 0.5
-    return tuple(samples)
-
-
-def make_text(rng: np.random.Generator) -> Sample:
-    """Return a document of log-normal length."""
-    return as_sample([text(int(np.clip(rng.lognormal(6.0, 1.0), 16, 6000)))])
-
-
-def make_page(rng: np.random.Generator) -> Sample:
-    """Return one to six pictures of log-normal size, each followed by some text."""
-    parts: list[Segment] = []
-    for _ in range(int(rng.integers(1, 7))):
-        side = float(np.clip(rng.lognormal(6.0, 0.6), 56, 2000))
-        height, width = smart_resize(
-            round(side),
-            round(side * rng.uniform(0.6, 1.6)),
-            factor=SIZES.vision.factor,
-            min_pixels=SIZES.vision.min_pixels,
-            max_pixels=SIZES.vision.max_pixels,
-        )
-        grid = (1, height // SIZES.vision.patch, width // SIZES.vision.patch)
-        rows = media_rows(Modality.IMAGE, grid, SIZES)
-        parts.append(Segment(Modality.IMAGE, "jpg", 0, 0, grid, num_rows=rows, num_tokens=rows + 2))
-        parts.append(text(int(rng.integers(8, 120))))
-    return as_sample(parts)
-
-
-def text(num_tokens: int) -> Segment:
-    """Return a text segment that is trained on."""
-    return Segment(Modality.TEXT, "txt", 0, 0, (num_tokens, 1, 1), 0, num_tokens, loss=True)
-
-
-def as_sample(parts: list[Segment]) -> Sample:
-    """Return the sample of ``parts`` and an end token."""
-    num_tokens = sum(part.num_tokens for part in parts) + 1
-    return Sample(SampleId("synthetic", 0, 0), "0", "synthetic", tuple(parts), num_tokens, num_labels=0)
+def step_packs(num_ranks: int, mixture: Mixture, *, seed: int) -> list[Pack]:
+    """Return the packs of a step of ``num_ranks`` lanes."""
+    return make_packs(mixture, num_lanes=num_ranks, packs_per_lane=NUM_MICROBATCHES, seed=seed)
 
 
 def timings_ms(function: Callable[[], object], *, repeats: int) -> list[float]:
     """Return the processor time of each call in milliseconds."""
     found = []
     for _ in range(repeats):
+        gc.collect()
         start = time.process_time()
         function()
         found.append(1000 * (time.process_time() - start))

@@ -70,14 +70,14 @@ def karmarkar_karp(costs: FloatArray, num_bins: int) -> IntArray:
     return bins
 
 
-def optimal_makespan(costs: FloatArray, num_bins: int) -> float:
+def optimal_makespan(costs: FloatArray, num_bins: int, *, gap: float = 0.0) -> float:
     """Return the least makespan by depth-first branch and bound, longest item first.
 
     Exponential: for some dozen items. A branch ends when a bin would reach the best makespan so far; of bins
-    with equal loads only the first is tried.
+    with equal loads only the first is tried. Ends early within ``gap`` (relative) of the lower bound.
     """
     values = sorted(costs.tolist(), reverse=True)
-    bound = lower_bound(costs, num_bins)
+    bound = lower_bound(costs, num_bins) * (1 + gap)
     best = makespan(costs, balance(costs, num_bins), num_bins)
     loads = [0.0] * num_bins
 

@@ -3,10 +3,10 @@
     python -m benchmarks.scale --json
 
 Both runs have 8 replicas and 8 lanes per group, 4 packs per replica, the mixture of ``benchmarks.order`` and
-the model of ``benchmarks.balance``. A rank orders and packs the samples of its group's lanes, plans the step,
-routes its rows and takes the state. Times are processor times of one thread, medians over groups spread over
-the run: ``start_ms`` of a new Order and planner with their first step, ``step_ms`` of a later step. The last
-line of ``--json`` is one object: both runs, and the large over the small one, ``start_ratio`` and
+the model of ``benchmarks.synthetic``. A rank orders and packs the samples of its group's lanes, plans the
+step, routes its rows and takes the state. Times are processor times of one thread, medians over groups of all
+parts of the run: ``start_ms`` of a new Order and planner with their first step, ``step_ms`` of a later one.
+The last line of ``--json`` is one object: both runs, and the large over the small one, ``start_ratio`` and
 ``step_ratio`` (aim: 1).
 """
 
@@ -26,8 +26,8 @@ from balancer.cost import CostModel
 from balancer.hardware import load_hardware
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.reorder import lanes_of_group
-from benchmarks.balance import LLM, VISION
 from benchmarks.order import WEIGHTS, PooledSource, make_sources
+from benchmarks.synthetic import LLM, VISION
 from loaders.order import Order, OrderConfig
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
