@@ -3,10 +3,10 @@
     python -m benchmarks.balance --json
 
 Packs are made of synthetic samples before the clock starts (``benchmarks.synthetic``), priced as
-Qwen2.5-Omni-3B on H100-class ranks; each replica is one rank and has 8 microbatches. Times are processor time of one rank, one
-thread, the median of some repeats: on an idle machine it is the time that passes. ``before`` and ``after``
-are makespan / mean of the modelled loads, in order and under the plan. The last line of ``--json`` is one
-object:
+Qwen2.5-Omni-3B on H100-class ranks; each replica is one rank and has 8 microbatches. Times are processor
+time of one rank, one thread, the median of some repeats: on an idle machine it is the time that passes.
+``before`` and ``after`` are makespan / mean of the modelled loads, in order and under the plan. The last line
+of ``--json`` is one object:
 
 ``plan_ms``, ``step_s`` (modelled step: encoders and LLM, without exchange or collectives) and
 ``plan_fraction`` (the one over the other) by ranks of the group, ``plan`` (more of the same);
