@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from omni_pipeline.core.batch import Batch, MicroBatch
+from omni_pipeline.core.batch import Batch, MicroBatch, joined_segments
 from omni_pipeline.core.errors import OmniError
 from omni_pipeline.core.plan import EXACT, Balance, StepPlan
-from omni_pipeline.core.reshard import Scope, nothing_to_reshard
+from omni_pipeline.core.reshard import nothing_to_reshard
 from trainer.colocation import EncoderAnchor
 from trainer.parallel.mesh import RankGroups
 from trainer.reshard import reshard_problem
@@ -36,8 +36,10 @@ def batch_problem(batch: Batch, anchors: Sequence[EncoderAnchor], groups: RankGr
     if indices != list(range(batch.plan.num_microbatches)):
         return f"microbatches {indices}, the plan has {batch.plan.num_microbatches}"
     for microbatch in batch.microbatches:
-        num_rows = rows_by_plan(batch.plan, microbatch.index, rank=groups.rank)
-        problem = _microbatch_problem(microbatch, anchors, num_rows=num_rows, sizes=groups.sizes)
+        problem = _shape_problem(microbatch) or _input_problem(batch.plan, microbatch, anchors, groups)
+        if not problem:
+            num_rows = rows_by_plan(batch.plan, microbatch.index, rank=groups.rank)
+            problem = reshard_problem(microbatch.reshard, num_rows=num_rows, sizes=groups.sizes)
         if problem:
             return f"microbatch {microbatch.index}: {problem}"
     return ""
@@ -85,20 +87,34 @@ def _idle_microbatch(index: int, anchors: Sequence[EncoderAnchor]) -> MicroBatch
     )
 
 
-def _microbatch_problem(
-    microbatch: MicroBatch, anchors: Sequence[EncoderAnchor], *, num_rows: int, sizes: Mapping[Scope, int]
-) -> str:
+def _shape_problem(microbatch: MicroBatch) -> str:
     length = len(microbatch.tokens)
     if microbatch.labels.shape != (length,) or microbatch.positions.shape != (3, length):
         shapes = f"{microbatch.labels.shape} and positions {microbatch.positions.shape}"
         return f"{length} tokens, but labels {shapes}"
-    names = [anchor.name for anchor in anchors]
-    if set(microbatch.inputs) != set(names):
-        return f"inputs for encoders {sorted(microbatch.inputs)}, the model has {sorted(names)}"
-    for anchor in anchors:
-        if problem := anchor.problem(microbatch.inputs[anchor.name]):
-            return problem
     positions = microbatch.reshard.positions
     if len(positions) and not 0 <= positions.min() <= positions.max() < length:
         return f"rows for positions {positions.min()} to {positions.max()} of {length}"
-    return reshard_problem(microbatch.reshard, num_rows=num_rows, sizes=sizes)
+    return ""
+
+
+def _input_problem(
+    plan: StepPlan, microbatch: MicroBatch, anchors: Sequence[EncoderAnchor], groups: RankGroups
+) -> str:
+    names = [anchor.name for anchor in anchors]
+    if set(microbatch.inputs) != set(names):
+        return f"inputs for encoders {sorted(microbatch.inputs)}, the model has {sorted(names)}"
+    index, rank, member = microbatch.index, groups.rank, groups.members.index(groups.rank)
+    for anchor in anchors:
+        inputs = microbatch.inputs[anchor.name]
+        # An exchange among members that were told different things would never end.
+        if inputs.joined != joined_segments(plan, microbatch=index, encoder=anchor.name, rank=rank):
+            return f"{anchor.name} input has other joined segments than the plan"
+        if problem := anchor.problem(inputs, member=member):
+            return problem
+        for item in plan.media_of(rank=rank, microbatch=index):
+            if item.encoder == anchor.name and item.is_long and not item.joined:
+                segment = plan.packs[item.pack].samples[item.sample].segments[item.segment]
+                if problem := anchor.share_problem(item, segment.grid):
+                    return problem
+    return ""

@@ -9,8 +9,11 @@ one more anchor, given to ``colocate``:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,11 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from omni_pipeline.core.batch import EncoderInput, MicroBatch
 from omni_pipeline.core.errors import ConfigError, PlanError
+from omni_pipeline.core.plan import MediaPlacement
 from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.sizes import MEL_FRAMES_PER_ROW
 from trainer.model.omni import OmniModel
 from trainer.parallel.config import ParallelConfig, Precision
 from trainer.parallel.mesh import RankGroups, make_module_mesh
 from trainer.parallel.sharding import begin_backward, shard_module
+from trainer.parallel.ulysses import Sharing
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,10 @@ class EncoderAnchor:
         modalities: What it reads.
         values_width: Numbers per unit (patch, mel frame): the second dim of the values.
         values_dtype: numpy type of the values.
+        rows_alone: ``rows_alone(grid) -> n``: attention never crosses a multiple of so many rows, so a
+            segment may be cut there into shares; by default nowhere.
+        num_heads: Attention heads, spread over the ranks that share a joined segment; 0: the encoder cannot
+            join shares. One that can takes a ``Sharing`` as its third argument where there are any.
     """
 
     name: str
@@ -44,11 +54,25 @@ class EncoderAnchor:
     modalities: tuple[Modality, ...]
     values_width: int
     values_dtype: str
+    rows_alone: Callable[[tuple[int, int, int]], int] | None = None
+    num_heads: int = 0
 
-    def encode(self, inputs: EncoderInput, *, device: torch.device) -> Tensor:
-        """Return the rows [R, E] of all segments of ``inputs``, in their order."""
-        values = torch.from_numpy(inputs.values).to(device, non_blocking=True)
-        rows: Tensor = self.module(values, inputs.grids)
+    def encode(self, inputs: EncoderInput, *, groups: RankGroups) -> Tensor:
+        """Return the rows [R, E] of all segments and shares of ``inputs``, in plan order.
+
+        A collective of the balance group where segments are joined: all members hold such an input then.
+
+        Raises:
+            PlanError: Shares are joined, and this encoder cannot.
+        """
+        values = torch.from_numpy(inputs.values).to(groups.device, non_blocking=True)
+        arguments: tuple[Any, ...] = (values, inputs.grids)
+        if inputs.joined:
+            if problem := self._join_problem(inputs):
+                raise PlanError(problem, fix="report this: the planner is at fault")
+            member = groups.members.index(groups.rank)
+            arguments += (Sharing(inputs.joined, member=member, group=groups.group),)
+        rows: Tensor = self.module(*arguments)
         return rows
 
     def empty_input(self) -> EncoderInput:
@@ -56,14 +80,37 @@ class EncoderAnchor:
         values = np.empty((0, self.values_width), dtype=self.values_dtype)
         return EncoderInput(values=values, grids=np.empty((0, 3), dtype=np.int64))
 
-    def problem(self, inputs: EncoderInput) -> str:
-        """Return why ``inputs`` cannot be encoded, or ""."""
+    def problem(self, inputs: EncoderInput, *, member: int) -> str:
+        """Return why ``inputs`` cannot be encoded by this member of the group, or ""."""
         if inputs.values.dtype != np.dtype(self.values_dtype):
             return f"{self.name} values are {inputs.values.dtype}, the encoder reads {self.values_dtype}"
         if inputs.values.ndim != 2 or inputs.values.shape[1] != self.values_width:
             return f"{self.name} values have shape {inputs.values.shape}, wanted [units, {self.values_width}]"
-        if inputs.grids.prod(axis=1).sum() != len(inputs.values):
-            return f"{self.name} grids count {inputs.grids.prod(axis=1).sum()} units of {len(inputs.values)}"
+        num_units = int(inputs.grids.prod(axis=1).sum())
+        for item in inputs.joined:
+            if member in item.members:
+                own = item.shares[item.members.index(member)]
+                num_units += math.prod(item.grid) * own // sum(item.shares)
+        if num_units != len(inputs.values):
+            return f"{self.name} grids count {num_units} units of {len(inputs.values)}"
+        return self._join_problem(inputs)
+
+    def share_problem(self, placement: MediaPlacement, grid: tuple[int, int, int]) -> str:
+        """Return why this long segment cannot be cut into shares that are encoded one by one, or ""."""
+        rows = self.rows_alone(grid) if self.rows_alone is not None else placement.num_rows
+        if all(end % rows == 0 for end in itertools.accumulate(placement.shares[:-1])):
+            return ""
+        return (
+            f"{self.name} shares of {placement.shares} rows are not joined, "
+            f"and attention goes over runs of {rows} rows"
+        )
+
+    def _join_problem(self, inputs: EncoderInput) -> str:
+        for item in inputs.joined:
+            if not self.num_heads:
+                return f"{self.name} shares are joined, and its attention cannot be"
+            if self.num_heads % len(item.members):
+                return f"{len(item.members)} ranks join {self.name} shares with {self.num_heads} heads"
         return ""
 
 
@@ -99,10 +146,7 @@ class ColocatedModel:
             PlanError: The encoders made another number than ``num_rows``, which the plan says.
         """
         rows = torch.cat(
-            [
-                anchor.encode(microbatch.inputs[anchor.name], device=self.groups.device)
-                for anchor in self.anchors
-            ]
+            [anchor.encode(microbatch.inputs[anchor.name], groups=self.groups) for anchor in self.anchors]
         )
         if len(rows) != num_rows:
             raise PlanError(
@@ -127,10 +171,27 @@ class ColocatedModel:
 def omni_anchors(model: OmniModel) -> tuple[EncoderAnchor, ...]:
     """Return the anchors of the model family: vision, then audio."""
     vision, audio = model.encoders["vision"], model.encoders["audio"]
-    pictures = Modality.IMAGE, Modality.VIDEO
+    config = model.config
+    # Of chunks that end within a row, the least number that does not.
+    rows_of_chunks = math.lcm(config.audio.chunk, MEL_FRAMES_PER_ROW) // MEL_FRAMES_PER_ROW
     return (
-        EncoderAnchor("vision", vision, pictures, model.config.patch_values, "uint8"),
-        EncoderAnchor("audio", audio, (Modality.AUDIO,), model.config.sizes.audio.num_mels, "float32"),
+        EncoderAnchor(
+            "vision",
+            vision,
+            modalities=(Modality.IMAGE, Modality.VIDEO),
+            values_width=config.patch_values,
+            values_dtype="uint8",
+            rows_alone=lambda grid: grid[1] * grid[2] // config.sizes.vision.merge**2,
+            num_heads=config.vision.heads,
+        ),
+        EncoderAnchor(
+            "audio",
+            audio,
+            modalities=(Modality.AUDIO,),
+            values_width=config.sizes.audio.num_mels,
+            values_dtype="float32",
+            rows_alone=lambda grid: rows_of_chunks,
+        ),
     )
 
 

@@ -18,6 +18,8 @@ import torch
 
 from balancer.cost import CostModel
 from balancer.planner import BalanceConfig, GroupPlanner
+from loaders.assemble import ModelInputs, encoder_inputs, pieces_of, segment_of
+from loaders.decode.text import ByteTokenizer
 from omni_pipeline.app.costs import ENCODER_OF, encoder_shapes, llm_shape
 from omni_pipeline.core.batch import IGNORE_LABEL, Batch, EncoderInput, MicroBatch, SampleSpan
 from omni_pipeline.core.plan import Pack, StepPlan
@@ -29,8 +31,15 @@ from tests.support.strategies import make_sample, media_segment, text_segment
 from trainer.config import ModelConfig
 from trainer.model.omni import OmniModel
 
-CONFIG = ModelConfig(size="tiny")
+# As many heads as ranks may share a picture.
+CONFIG = ModelConfig(size="tiny", vision={"heads": 4})
 ENCODERS = ("vision", "audio")
+INPUTS = ModelInputs(
+    CONFIG.sizes,
+    ByteTokenizer.special,
+    {"vision": (Modality.IMAGE, Modality.VIDEO), "audio": (Modality.AUDIO,)},
+)
+NO_FAILURES: frozenset[SampleId] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -197,22 +206,12 @@ def _build_microbatch(plan: StepPlan, planner: GroupPlanner, *, index: int, rank
     (replica,) = [item for item in plan.replicas if rank in planner.topology.ranks_of_replica(item)]
     pack_index = plan.pack_at(replica, index)
     content = pack_content(Pack(0, 0, ()) if pack_index is None else plan.packs[pack_index])
-    inputs = {}
-    for name in ENCODERS:
-        found = [
-            media_content(plan.packs[item.pack].samples[item.sample], item.segment)
-            for item in plan.media_of(rank=rank, microbatch=index)
-            if item.encoder == name
-        ]
-        empty = (
-            np.empty((0, CONFIG.patch_values), dtype=np.uint8)
-            if name == "vision"
-            else np.empty((0, CONFIG.sizes.audio.num_mels), dtype=np.float32)
-        )
-        inputs[name] = EncoderInput(
-            values=np.concatenate([empty, *(item.values for item in found)]),
-            grids=np.concatenate([np.empty((0, 3), dtype=np.int64), *(item.grids for item in found)]),
-        )
+    pieces = pieces_of(plan, microbatch=index, rank=rank, replica=replica, with_text=False, model=INPUTS)
+    arrays = {
+        piece: media_content(segment_of(plan, piece)[0], piece.segment).values[units.start : units.stop]
+        for piece, units in pieces.items()
+    }
+    inputs = encoder_inputs(plan, index, rank=rank, arrays=arrays, failed=NO_FAILURES, model=INPUTS)
     return MicroBatch(
         index=index,
         tokens=content.tokens,

@@ -144,7 +144,7 @@ def _third_encoder(rank: int) -> tuple[list[str], int]:
     anchors = (*omni_anchors(model), touch)
     groups = make_rank_groups(Topology(2), device=CPU)
     joined = colocate(model, groups=groups, parallel={}, precision="fp32", anchors=anchors)
-    rows = touch.encode(touch.empty_input(), device=CPU)
+    rows = touch.encode(touch.empty_input(), groups=groups)
     return list(joined.parts), len(rows)
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from omni_pipeline.core.batch import JoinedSegment
+
 Indices = npt.NDArray[np.int64]
 
 
@@ -95,6 +97,72 @@ def vision_layout(grids: Sequence[Sequence[int]], *, merge: int, window: int) ->
         positions=np.concatenate(positions, axis=1),
         window_lengths=tuple(window_lengths),
         frame_lengths=tuple(frame_lengths),
+    )
+
+
+@dataclass(frozen=True)
+class ShareLayout:
+    """The joined segments of a group, and this member's shares of them, the patches in packed order.
+
+    Args:
+        orders: For each joined segment, [patches of it]: the packed patch at each place in window order.
+        positions: [2, patches]; row and column of each patch of this member's shares.
+        window_lengths: By number of sharing members, ascending, for the segments that this member shares:
+            patches of each window; {1: ()} for one that shares none.
+        frame_lengths: Likewise, patches of each temporal patch.
+        row_order: [rows]; where the embedding row of each place *in plan order* stands among the rows of
+            whole segments followed by those of shares.
+    """
+
+    orders: tuple[Indices, ...]
+    positions: Indices
+    window_lengths: dict[int, tuple[int, ...]]
+    frame_lengths: dict[int, tuple[int, ...]]
+    row_order: Indices
+
+
+def share_layout(
+    joined: Sequence[JoinedSegment],
+    *,
+    member: int,
+    grids: Sequence[Sequence[int]],
+    merge: int,
+    window: int,
+) -> ShareLayout:
+    """Return the layout of the segments that members of a group encode together.
+
+    Args:
+        joined: Of the whole group.
+        member: Of the group.
+        grids: Of the segments that it encodes alone.
+        merge: Patches per side of one embedding row.
+        window: Embedding rows per side of one window.
+    """
+    layouts = [vision_layout([item.grid], merge=merge, window=window) for item in joined]
+    positions = [np.zeros((2, 0), dtype=np.int64)]
+    lengths: dict[str, dict[int, tuple[int, ...]]] = {"window": {}, "frame": {}}
+    rows = [temporal * height * width // merge**2 for temporal, height, width in grids]
+    starts = np.cumsum([0, *rows]).tolist()
+    runs = [np.arange(start, start + count) for start, count in zip(starts, rows, strict=False)]
+    next_row = starts[-1]
+    for item, layout in zip(joined, layouts, strict=True):
+        if member not in item.members:
+            continue
+        share = item.members.index(member)
+        first, count = sum(item.shares[:share]), item.shares[share]
+        packed = layout.positions[:, np.argsort(layout.patch_order)]
+        positions.append(packed[:, first * merge**2 : (first + count) * merge**2])
+        runs.insert(item.place, np.arange(next_row, next_row + count))
+        next_row += count
+        degree = len(item.members)
+        for kind, found in (("window", layout.window_lengths), ("frame", layout.frame_lengths)):
+            lengths[kind][degree] = lengths[kind].get(degree, ()) + found
+    return ShareLayout(
+        orders=tuple(layout.patch_order for layout in layouts),
+        positions=np.concatenate(positions, axis=1),
+        window_lengths=dict(sorted(lengths["window"].items())) or {1: ()},
+        frame_lengths=dict(sorted(lengths["frame"].items())) or {1: ()},
+        row_order=np.concatenate([np.zeros(0, dtype=np.int64), *runs]),
     )
 
 

@@ -9,15 +9,19 @@ Shapes: P patches, V numbers in a patch, D width, N heads, H head width, R embed
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from trainer.config import CHANNELS, ModelConfig, VisionConfig
 from trainer.model.attention import Integers, Segments, attend
-from trainer.model.layout import vision_layout
+from trainer.model.layout import Indices, share_layout, vision_layout
 from trainer.model.mlp import SwiGlu
 from trainer.model.norm import RMSNorm
 from trainer.model.rotary import Rotary, angle_dtype, rotary_2d
+from trainer.parallel.ulysses import HeadExchange, Sharing
 
 # CLIP's (Radford et al. 2021), for RGB in 0 .. 1; they were measured on its training images.
 PIXEL_MEAN = (0.48145466, 0.4578275, 0.40821073)
@@ -53,6 +57,39 @@ class PatchEmbed(nn.Module):
         return x_PD
 
 
+class Reach:
+    """Which patches attend to each other in a block. Not a dataclass: FSDP rebuilds those at every block.
+
+    Args:
+        lengths: Patches of each run that attends to itself, of whole segments; their patches come first.
+        exchange: Of the patches of shares, which follow; None if no member of the group has any.
+        shared: See ``HeadExchange.attend``.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        *,
+        exchange: HeadExchange | None = None,
+        shared: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        self.segments = Segments(lengths)
+        self.exchange = exchange
+        self.shared = {degree: Segments(found) for degree, found in (shared or {}).items()}
+
+    def attend(self, q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor) -> Tensor:
+        """Return [P, N, H]; a collective of the group if there is an exchange."""
+        if self.exchange is None:
+            return attend(q_PNH, k_PNH, v_PNH, segments=self.segments, causal=False)
+        sizes = [self.segments.num_rows, len(q_PNH) - self.segments.num_rows]
+        (q, q_share), (k, k_share), (v, v_share) = (
+            torch.split(rows, sizes) for rows in (q_PNH, k_PNH, v_PNH)
+        )
+        out = attend(q, k, v, segments=self.segments, causal=False)
+        out_share = self.exchange.attend(q_share, k_share, v_share, segments=self.shared)
+        return torch.cat([out, out_share])
+
+
 class VisionAttention(nn.Module):
     """Multi-head attention with 2-D rotary positions, inside segments."""
 
@@ -64,12 +101,12 @@ class VisionAttention(nn.Module):
         self.v = nn.Linear(config.hidden, config.hidden)
         self.proj = nn.Linear(config.hidden, config.hidden)
 
-    def forward(self, x_PD: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+    def forward(self, x_PD: Tensor, rotary: Rotary, reach: Reach) -> Tensor:
         """Return [P, D]."""
         q_PNH, k_PNH, v_PNH = (
             linear(x_PD).unflatten(1, (self.num_heads, -1)) for linear in (self.q, self.k, self.v)
         )
-        out_PNH = attend(rotary.rotate(q_PNH), rotary.rotate(k_PNH), v_PNH, segments=segments, causal=False)
+        out_PNH = reach.attend(rotary.rotate(q_PNH), rotary.rotate(k_PNH), v_PNH)
         out_PD: Tensor = self.proj(out_PNH.flatten(1))
         return out_PD
 
@@ -84,9 +121,9 @@ class VisionBlock(nn.Module):
         self.attn = VisionAttention(config)
         self.mlp = SwiGlu(config.hidden, intermediate=config.intermediate, bias=True)
 
-    def forward(self, x_PD: Tensor, rotary: Rotary, segments: Segments) -> Tensor:
+    def forward(self, x_PD: Tensor, rotary: Rotary, reach: Reach) -> Tensor:
         """Return [P, D]."""
-        x_PD = x_PD + self.attn(self.norm1(x_PD), rotary, segments)
+        x_PD = x_PD + self.attn(self.norm1(x_PD), rotary, reach)
         out_PD: Tensor = x_PD + self.mlp(self.norm2(x_PD))
         return out_PD
 
@@ -128,26 +165,29 @@ class VisionEncoder(nn.Module):
         """The blocks to shard and to checkpoint one by one."""
         return self.blocks
 
-    def forward(self, values_PV: Tensor, grids: Integers) -> Tensor:
-        """Return the rows of all pictures, in their order.
+    def forward(self, values_PV: Tensor, grids: Integers, sharing: Sharing | None = None) -> Tensor:
+        """Return the rows of all pictures, and of this rank's shares of others, in plan order.
 
         Args:
-            values_PV: uint8 [P, V], packed as the loader does (see ``trainer/model/layout.py``).
-            grids: int64 [pictures, 3], (temporal, rows, columns) in patches; a numpy array or a CPU tensor.
+            values_PV: uint8 [P, V], packed as the loader does (see ``trainer/model/layout.py``): whole
+                pictures, then shares.
+            grids: int64 [pictures, 3], (temporal, rows, columns) in patches, of whole pictures; a numpy
+                array or a CPU tensor.
+            sharing: The pictures that members of the group encode together. All members must then call
+                this, with or without a share.
 
         Returns:
             [R, E] with R = P / merge^2; [0, E] for no picture, still on the graph of all parameters.
 
         Raises:
-            ValueError: The grids do not count the patches.
+            ValueError: The grids and shares do not count the patches.
         """
-        layout = vision_layout(grids.tolist(), merge=self.merge, window=self.window)
-        if len(layout.patch_order) != values_PV.shape[0]:
-            raise ValueError(f"grids count {len(layout.patch_order)} patches, there are {values_PV.shape[0]}")
         device = values_PV.device
+        order, rows, positions, windows, frames = self._lay_out(grids.tolist(), sharing, device)
+        if len(order) != len(values_PV):
+            raise ValueError(f"grids count {len(order)} patches, there are {len(values_PV)}")
         order_P, rows_R, positions_2P = (
-            torch.from_numpy(array).to(device, non_blocking=True)
-            for array in (layout.patch_order, layout.row_order, layout.positions)
+            torch.from_numpy(array).to(device, non_blocking=True) for array in (order, rows, positions)
         )
         x_PD = self.patch_embed(values_PV[order_P])
         rotary = rotary_2d(
@@ -156,9 +196,35 @@ class VisionEncoder(nn.Module):
             theta=self.config.rope_theta,
             dtype=x_PD.dtype,
         )
-        windows, frames = Segments(layout.window_lengths), Segments(layout.frame_lengths)
         for index, block in enumerate(self.blocks):
-            segments = frames if index in self.config.full_attention_layers else windows
-            x_PD = block(x_PD, rotary, segments)
+            x_PD = block(x_PD, rotary, frames if index in self.config.full_attention_layers else windows)
         out_RE: Tensor = self.merger(x_PD)[rows_R]
         return out_RE
+
+    def _lay_out(
+        self, grids: list[list[int]], sharing: Sharing | None, device: torch.device
+    ) -> tuple[Indices, Indices, Indices, Reach, Reach]:
+        """Return the order of patches inside, that of rows outside, positions, and the reach of blocks."""
+        whole = vision_layout(grids, merge=self.merge, window=self.window)
+        if sharing is None:
+            reaches = Reach(whole.window_lengths), Reach(whole.frame_lengths)
+            return whole.patch_order, whole.row_order, whole.positions, *reaches
+        shares = share_layout(
+            sharing.joined, member=sharing.member, grids=grids, merge=self.merge, window=self.window
+        )
+        exchange = HeadExchange(
+            sharing,
+            shares.orders,
+            num_heads=self.config.heads,
+            patches_per_row=self.merge**2,
+            device=device,
+        )
+        num_whole, num_patches = len(whole.patch_order), len(whole.patch_order) + shares.positions.shape[1]
+        inside = np.concatenate([whole.row_order, np.arange(len(whole.row_order), len(shares.row_order))])
+        return (
+            np.concatenate([whole.patch_order, np.arange(num_whole, num_patches)]),
+            inside[shares.row_order],
+            np.concatenate([whole.positions, shares.positions], axis=1),
+            Reach(whole.window_lengths, exchange=exchange, shared=shares.window_lengths),
+            Reach(whole.frame_lengths, exchange=exchange, shared=shares.frame_lengths),
+        )
