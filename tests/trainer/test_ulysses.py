@@ -86,21 +86,22 @@ def test_each_member_gets_its_heads_of_every_patch_in_the_order_asked_for(
 def test_rows_leave_in_plan_order_and_patches_know_their_true_place() -> None:
     first = JoinedSegment((1, 4, 4), members=(1, 0), shares=(1, 3), place=1)
     other = JoinedSegment((1, 4, 8), members=(1, 2), shares=(4, 4), place=-1)
-    last = JoinedSegment((2, 4, 2), members=(0, 1, 2, 3), shares=(1, 1, 1, 1), place=3)
+    last = JoinedSegment((1, 4, 8), members=(1, 0, 2, 3), shares=(2, 2, 2, 2), place=3)
     grids = [(1, 2, 4), (1, 2, 2)]
-    layout = share_layout([first, other, last], member=0, grids=grids, merge=2, window=1)
-    # Whole segments make rows 0 to 2, shares rows 3 to 6.
-    assert layout.row_order.tolist() == [0, 1, 3, 4, 5, 2, 6]
+    layout = share_layout([first, other, last], member=0, grids=grids, merge=2, window=2)
+    # Whole segments make rows 0 to 2, shares rows 3 to 7.
+    assert layout.row_order.tolist() == [0, 1, 3, 4, 5, 2, 6, 7]
     assert layout.positions.T.tolist() == [
         *([0, 2], [0, 3], [1, 2], [1, 3]),
         *([2, 0], [2, 1], [3, 0], [3, 1]),
         *([2, 2], [2, 3], [3, 2], [3, 3]),
-        *([0, 0], [0, 1], [1, 0], [1, 1]),
+        *([0, 4], [0, 5], [1, 4], [1, 5]),
+        *([0, 6], [0, 7], [1, 6], [1, 7]),
     ]
-    assert layout.frame_lengths == {2: (16,), 4: (8, 8)}
-    assert layout.window_lengths == {2: (4,) * 4, 4: (4,) * 4}
+    assert layout.frame_lengths == {2: (16,), 4: (32,)}
+    assert layout.window_lengths == {2: (16,), 4: (16, 16)}
     for item, order in zip((first, other, last), layout.orders, strict=True):
-        np.testing.assert_array_equal(order, vision_layout([item.grid], merge=2, window=1).patch_order)
+        np.testing.assert_array_equal(order, vision_layout([item.grid], merge=2, window=2).patch_order)
 
 
 def test_a_member_without_a_share_sends_and_receives_nothing() -> None:
