@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+import numpy as np
+
+from balancer.cost import CostModel
+from balancer.encoding import subgroups
+from balancer.lssp import DEGREES
 from balancer.reshard import media_positions
-from omni_pipeline.core.errors import PlanError
+from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import StepPlan
 from omni_pipeline.core.topology import Topology
 
 
 def check_plan(plan: StepPlan, topology: Topology) -> None:
-    """Raise unless the plan places each pack and each media segment exactly once, inside its group.
+    """Raise unless the plan places each pack and each row of media exactly once, inside its group.
 
     Raises:
-        PlanError: Names the first pack or segment that is lost, doubled, misplaced or outside the group.
+        PlanError: Names the first pack or segment that is lost, doubled, misplaced or outside the group, or
+            shared by ranks that are no subgroup.
     """
     where = f"step {plan.step}, group {plan.group}"
     if plan.ranks != topology.ranks_of_group(plan.group):
@@ -20,7 +28,48 @@ def check_plan(plan: StepPlan, topology: Topology) -> None:
     if plan.replicas != topology.replicas_of_group(plan.group):
         raise PlanError(f"plan has replicas {plan.replicas} that are not those of its group", where=where)
     _check_slots(plan, where)
-    _check_media(plan, where)
+    _check_media_places(plan, where)
+    _check_shares(plan, topology, where)
+
+
+def check_memory(
+    plan: StepPlan, cost_model: CostModel, *, encoder_memory_bytes: int, llm_memory_bytes: int
+) -> None:
+    """Raise unless every rank and every replica keeps at most these bytes of a microbatch; 0 is no cap.
+
+    Raises:
+        PlanError: Media of one microbatch are above the cap on a rank: the planner should have said so.
+        ConfigError: A pack is above the cap of the LLM, wherever it runs.
+    """
+    where = f"step {plan.step}, group {plan.group}"
+    if llm_memory_bytes:
+        for pack in plan.packs:
+            num_bytes = cost_model.pack_bytes(pack)
+            if num_bytes > llm_memory_bytes:
+                raise ConfigError(
+                    f"pack {pack.number} of lane {pack.lane} has {pack.num_positions} positions and keeps "
+                    f"{num_bytes} bytes of activations in the LLM, limit {llm_memory_bytes}",
+                    where=where,
+                    fix="lower order.seq_len, or raise balance.llm_memory_bytes",
+                )
+    if encoder_memory_bytes:
+        for (rank, microbatch), num_bytes in sorted(_encoder_bytes(plan, cost_model).items()):
+            if num_bytes > encoder_memory_bytes:
+                raise PlanError(
+                    f"rank {rank} keeps {num_bytes} bytes of media in microbatch {microbatch}, "
+                    f"limit {encoder_memory_bytes}",
+                    where=where,
+                )
+
+
+def _encoder_bytes(plan: StepPlan, cost_model: CostModel) -> Counter[tuple[int, int]]:
+    """Activation bytes by (rank, microbatch)."""
+    found: Counter[tuple[int, int]] = Counter()
+    for item in plan.media:
+        segment = plan.packs[item.pack].samples[item.sample].segments[item.segment]
+        for rank, rows in zip(item.ranks, item.shares, strict=True):
+            found[rank, item.microbatch] += cost_model.media_bytes(segment, rows)
+    return found
 
 
 def _check_slots(plan: StepPlan, where: str) -> None:
@@ -39,7 +88,7 @@ def _check_slots(plan: StepPlan, where: str) -> None:
         taken[place] = slot.pack
 
 
-def _check_media(plan: StepPlan, where: str) -> None:
+def _check_media_places(plan: StepPlan, where: str) -> None:
     expected = [
         (index, sample, segment, position, pack.samples[sample].segments[segment].num_rows)
         for index, pack in enumerate(plan.packs)
@@ -55,20 +104,8 @@ def _check_media(plan: StepPlan, where: str) -> None:
             f"media placements differ from the packs' media: has {differing[0]}, should be {differing[1]}",
             where=where,
         )
-    ranks = set(plan.ranks)
     lengths = [pack.num_positions for pack in plan.packs]
     for item in plan.media:
-        if not ranks.issuperset(item.ranks):
-            raise PlanError(f"ranks {item.ranks} encode media and are not all of the group", where=where)
-        if len(set(item.ranks)) != len(item.shares) or sum(item.shares) != item.num_rows:
-            raise PlanError(
-                f"ranks {item.ranks} make shares of {item.shares} rows, the segment has {item.num_rows}",
-                where=where,
-            )
-        if min(item.shares) < (len(item.ranks) > 1):
-            raise PlanError(
-                f"ranks {item.ranks} make shares of {item.shares} rows, one is empty", where=where
-            )
         if item.microbatch != plan.slots[item.pack].microbatch:
             raise PlanError(
                 f"segment {item.segment} of pack {item.pack} is encoded in microbatch {item.microbatch}, "
@@ -81,3 +118,28 @@ def _check_media(plan: StepPlan, where: str) -> None:
                 f"rows of pack {item.pack} end at {end}, behind its {lengths[item.pack]} positions",
                 where=where,
             )
+
+
+def _check_shares(plan: StepPlan, topology: Topology, where: str) -> None:
+    nodes = topology.nodes_of_group(plan.group)
+    allowed = {
+        tuple(ranks)
+        for degree in (1, *DEGREES)
+        for ranks in np.asarray(plan.ranks)[subgroups(plan.ranks, nodes, degree)].tolist()
+    }
+    for item in plan.media:
+        if item.ranks not in allowed:
+            raise PlanError(
+                f"ranks {item.ranks} share media and are no subgroup of one node of the group", where=where
+            )
+        if len(item.ranks) != len(item.shares) or sum(item.shares) != item.num_rows:
+            raise PlanError(
+                f"ranks {item.ranks} make shares of {item.shares} rows, the segment has {item.num_rows}",
+                where=where,
+            )
+        if min(item.shares) < item.is_long:
+            raise PlanError(
+                f"ranks {item.ranks} make shares of {item.shares} rows, one is empty", where=where
+            )
+        if item.joined and not item.is_long:
+            raise PlanError(f"rank {item.ranks[0]} joins a share with nobody", where=where)

@@ -82,18 +82,28 @@ def lpt(costs: FloatArray, num_bins: int, *, loads: FloatArray | None = None) ->
     return bins
 
 
-def refine(costs: FloatArray, bins: IntArray, num_bins: int) -> IntArray:
+def refine(costs: FloatArray, bins: IntArray, num_bins: int, *, fixed: FloatArray | None = None) -> IntArray:
     """Lower the makespan by moves and swaps of single items, until it is close to the lower bound.
 
     Each step takes from the heaviest bin: the best move to the lightest bin or swap with it, and only if none
     helps the best swap with any bin. Never raises the makespan. A step costs O(n + pairs of items looked at).
+
+    Args:
+        costs: float64 [n], not negative.
+        bins: int64 [n]; where they are.
+        num_bins: At least 1.
+        fixed: float64 [num_bins]; what the bins hold besides, and keep.
 
     Returns:
         int64 [n], a new array.
     """
     bins = bins.copy()
     loads = bin_loads(costs, bins, num_bins)
-    limit = lower_bound(costs, num_bins) * (1 + CLOSE_ENOUGH)
+    bound = lower_bound(costs, num_bins)
+    if fixed is not None:
+        loads += fixed
+        bound = max(bound, float(loads.sum()) / num_bins, float(fixed.max()))
+    limit = bound * (1 + CLOSE_ENOUGH)
     for _ in range(max(MIN_REFINE_STEPS, num_bins)):
         heavy, light = int(loads.argmax()), int(loads.argmin())
         if loads[heavy] <= limit:

@@ -14,24 +14,27 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from balancer.check import check_plan
+from balancer.check import check_memory, check_plan
 from balancer.cost import CostModel
 from balancer.layout import SequenceKind, SequenceLayout
+from balancer.lssp import LsspConfig
 from balancer.partition import FloatArray
-from balancer.placement import (
-    TICKS_PER_S,
-    StepInputs,
-    StepPlacement,
-    place_balanced,
-    place_in_order,
-    step_inputs,
-)
+from balancer.placement import StepPlacement, does_not_fit, keeps_cap, place_balanced, place_in_order
 from balancer.reorder import PackPlacement, lanes_of_group, num_microbatches
 from balancer.reshard import build_routes, reshard_plan
+from balancer.step_inputs import TICKS_PER_S, StepInputs, step_inputs
 from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import EXACT, Balance, MediaPlacement, Pack, PackSlot, StepPlan
 from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.topology import Topology
+
+
+class NodeGroup(BaseModel):
+    """A group of some nodes."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    nodes: int = Field(1, ge=1, description="Nodes of a group: the most replicas that fit in them.")
 
 
 class BalanceConfig(BaseModel):
@@ -40,10 +43,23 @@ class BalanceConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     enabled: bool = Field(True, description="Reorder packs and media; off keeps them where they fall.")
-    group: Literal["all", "node"] | int = Field(
+    group: Literal["none", "node", "all"] | int | NodeGroup = Field(
         "node",
-        description="Replicas that balance together: a number (at least 1), 'all', or 'node', the most that "
-        "fit in a node and divide the replicas of the run.",
+        description="Replicas that balance together: 'none' (each alone), 'node' (the most that fit in a "
+        "node and divide the replicas of the run), 'all', a number (at least 1), or { nodes = k }.",
+    )
+    lssp: LsspConfig = LsspConfig()
+    encoder_memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="Most activation bytes of the encoders that a rank may keep of one microbatch; larger "
+        "segments are shared, whatever the time. 0: no cap.",
+    )
+    llm_memory_bytes: int = Field(
+        0,
+        ge=0,
+        description="Most activation bytes of the LLM that a replica may keep of one microbatch; a pack "
+        "above it stops the run. 0: no cap.",
     )
     hardware: str = Field(
         "h100",
@@ -57,21 +73,27 @@ class BalanceConfig(BaseModel):
 
     @field_validator("group")
     @classmethod
-    def _positive(cls, value: str | int) -> str | int:
+    def _positive(cls, value: str | int | NodeGroup) -> str | int | NodeGroup:
         if isinstance(value, int) and value < 1:
-            raise ValueError("must be 'all', 'node', or at least 1")
+            raise ValueError("must be 'none', 'node', 'all', at least 1, or { nodes = k }")
         return value
 
     def replicas_per_group(self, *, world_size: int, ranks_per_node: int, tp: int, cp: int, pp: int) -> int:
         """Return what ``Topology.replicas_per_group`` must be for this setting; 0 is all."""
         if self.group == "all":
             return 0
+        if self.group == "none":
+            return 1
         if isinstance(self.group, int):
             return self.group
+        num_nodes = 1 if self.group == "node" else self.group.nodes
         num_replicas = max(1, world_size // (tp * cp * pp))
         # Stages of one replica are far apart, so a node holds the same stage of several replicas.
-        fitting = min(num_replicas, max(1, ranks_per_node // (tp * cp)))
-        return max(size for size in range(1, fitting + 1) if num_replicas % size == 0)
+        per_node = max(1, ranks_per_node // (tp * cp))
+        most = min(num_replicas, num_nodes * per_node)
+        sizes = [size for size in range(1, most + 1) if num_replicas % size == 0]
+        # Whole nodes where that can be: a group that ends inside a node shares its links with another.
+        return max([size for size in sizes if size % per_node == 0] or sizes)
 
 
 class GroupPlanner:
@@ -129,13 +151,22 @@ class GroupPlanner:
         Raises:
             PlanError: A pack of another group's lane, twice the same, more packs than places, a pack longer
                 than the sequence, a sample longer than its bucket or shorter than its segments.
-            ConfigError: A segment of a modality that no encoder reads.
+            ConfigError: A segment of a modality that no encoder reads, or media or a pack above a memory cap.
         """
         ordered = tuple(sorted(packs, key=lambda pack: (pack.lane, pack.number)))
         self._check_packs(ordered, group)
-        inputs = step_inputs(ordered, group=group, cost_model=self.cost_model, layout=self.layout)
+        inputs = step_inputs(
+            ordered,
+            group=group,
+            cost_model=self.cost_model,
+            layout=self.layout,
+            lssp=self.config.lssp if self.config.enabled else LsspConfig(kind="off"),
+            encoder_memory_bytes=self.config.encoder_memory_bytes,
+        )
         unbalanced = place_in_order(inputs)
         chosen = place_balanced(inputs, unbalanced) if self.config.enabled else unbalanced
+        if not keeps_cap(inputs, chosen):
+            raise does_not_fit(inputs)
         plan = StepPlan(
             step=step,
             group=group,
@@ -154,6 +185,12 @@ class GroupPlanner:
             ),
         )
         check_plan(plan, self.topology)
+        check_memory(
+            plan,
+            self.cost_model,
+            encoder_memory_bytes=self.config.encoder_memory_bytes,
+            llm_memory_bytes=self.config.llm_memory_bytes,
+        )
         return plan
 
     def reshard(self, plan: StepPlan, *, microbatch: int, rank: int) -> ReshardPlan:
@@ -172,7 +209,8 @@ class GroupPlanner:
         off = GroupPlanner(
             self.topology,
             cost_model=self.cost_model,
-            config=self.config.model_copy(update={"enabled": False}),
+            # It may break caps that the plan keeps: it is what would be done without them.
+            config=BalanceConfig(enabled=False),
             num_lanes=self.num_lanes,
             packs_per_step=self.packs_per_step,
             encoders=self.encoders,
@@ -226,22 +264,33 @@ def _slots(inputs: StepInputs, packs: PackPlacement) -> tuple[PackSlot, ...]:
 
 def _media(inputs: StepInputs, choice: StepPlacement) -> tuple[MediaPlacement, ...]:
     microbatches = choice.packs.microbatches.tolist()
-    placed = zip(inputs.media, inputs.media_encoders, choice.members.tolist(), strict=True)
-    return tuple(
-        MediaPlacement(
-            pack=item.pack,
-            sample=item.sample,
-            segment=item.segment,
-            microbatch=microbatches[item.pack],
-            encoder=encoder,
-            ranks=(inputs.ranks[member],),
-            shares=(item.num_rows,),
-            joined=False,
-            position=item.position,
-            num_rows=item.num_rows,
+    encoding = choice.encoding
+    placements = []
+    for item, (place, encoder, member, degree) in enumerate(
+        zip(
+            inputs.media,
+            inputs.media_encoders,
+            encoding.members.tolist(),
+            encoding.degrees.tolist(),
+            strict=True,
         )
-        for item, encoder, member in placed
-    )
+    ):
+        shares = inputs.shares(item, degree) if degree > 1 else None
+        placements.append(
+            MediaPlacement(
+                pack=place.pack,
+                sample=place.sample,
+                segment=place.segment,
+                microbatch=microbatches[place.pack],
+                encoder=encoder,
+                ranks=inputs.ranks[member : member + degree],
+                shares=tuple(shares.rows.tolist()) if shares else (place.num_rows,),
+                joined=shares.joined if shares else False,
+                position=place.position,
+                num_rows=place.num_rows,
+            )
+        )
+    return tuple(placements)
 
 
 def _balance(costs: FloatArray, num_bins: int, before: float, after: float) -> Balance:

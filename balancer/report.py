@@ -57,7 +57,8 @@ class RankRow:
         before_s: Modelled encoding without balancing, seconds over all microbatches.
         after_s: The same under the plan.
         num_media_before: Media segments without balancing.
-        num_media_after: Media segments under the plan.
+        num_media_after: Media segments under the plan, those that it shares included.
+        num_long: Of these, segments that it shares with others.
         num_rows_after: Embedding rows that it makes under the plan.
     """
 
@@ -66,6 +67,7 @@ class RankRow:
     after_s: float
     num_media_before: int
     num_media_after: int
+    num_long: int
     num_rows_after: int
 
 
@@ -98,10 +100,11 @@ def rank_rows(plan: StepPlan, unbalanced: StepPlan, *, cost_model: CostModel) ->
     return [
         RankRow(
             rank=rank,
-            before_s=_encoding_s(unbalanced, before[rank], cost_model),
-            after_s=_encoding_s(plan, after[rank], cost_model),
+            before_s=_encoding_s(unbalanced, before[rank], rank, cost_model),
+            after_s=_encoding_s(plan, after[rank], rank, cost_model),
             num_media_before=len(before[rank]),
             num_media_after=len(after[rank]),
+            num_long=sum(item.is_long for item in after[rank]),
             num_rows_after=sum(len(item.rows_of(rank)) for item in after[rank]),
         )
         for rank in plan.ranks
@@ -147,9 +150,11 @@ def _media_by_rank(plan: StepPlan) -> dict[int, list[MediaPlacement]]:
     return found
 
 
-def _encoding_s(plan: StepPlan, items: list[MediaPlacement], cost_model: CostModel) -> float:
-    return sum(
-        cost_model.media_cost(plan.packs[item.pack].samples[item.sample].segments[item.segment])
-        / len(item.ranks)
-        for item in items
-    )
+def _encoding_s(plan: StepPlan, items: list[MediaPlacement], rank: int, cost_model: CostModel) -> float:
+    """Modelled seconds of ``rank`` for these segments, of which it has at least a share each."""
+    total = 0.0
+    for item in items:
+        segment = plan.packs[item.pack].samples[item.sample].segments[item.segment]
+        split = cost_model.split(segment, len(item.ranks)) if item.is_long else None
+        total += split.costs[item.ranks.index(rank)] if split else cost_model.media_cost(segment)
+    return total

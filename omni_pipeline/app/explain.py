@@ -16,7 +16,7 @@ from omni_pipeline.app.sinks import num_steps_trained
 from omni_pipeline.app.source_rows import SourceRow, source_rows
 from omni_pipeline.app.wire import build_planner, build_tokenizer, build_topology, training_stream
 from omni_pipeline.core.errors import ConfigError
-from omni_pipeline.core.plan import StepPlan, plan_to_dict
+from omni_pipeline.core.plan import MediaPlacement, StepPlan, plan_to_dict
 from omni_pipeline.core.sample import Sample, Segment
 from omni_pipeline.core.topology import Topology
 
@@ -30,7 +30,7 @@ class SampleRow:
         replica: Where its pack runs.
         microbatch: Likewise.
         segments: Each segment in words: what it takes, and for media the rows that the encoder makes of it
-            and the rank that does so.
+            and the rank that does so, or the ranks and how many each.
     """
 
     sample: Sample
@@ -57,11 +57,11 @@ class ExplainedGroup:
 
     def sample_rows(self) -> Iterator[SampleRow]:
         """Yield every sample, in plan order."""
-        ranks = {(item.pack, item.sample, item.segment): item.ranks for item in self.plan.media}
+        placed = {(item.pack, item.sample, item.segment): item for item in self.plan.media}
         for index, (pack, slot) in enumerate(zip(self.plan.packs, self.plan.slots, strict=True)):
             for number, sample in enumerate(pack.samples):
                 segments = tuple(
-                    _describe(segment, ranks=ranks.get((index, number, place), ()))
+                    _describe(segment, placed.get((index, number, place)))
                     for place, segment in enumerate(sample.segments)
                 )
                 yield SampleRow(sample, slot.replica, slot.microbatch, segments)
@@ -203,7 +203,13 @@ def _empty_packs(config: RunConfig, plans: Sequence[StepPlan]) -> list[str]:
     return [f"{num_empty} of {len(packs)} packs are empty, since their lanes have no samples left{end}"]
 
 
-def _describe(segment: Segment, *, ranks: tuple[int, ...]) -> str:
-    if not ranks:
+def _describe(segment: Segment, placement: MediaPlacement | None) -> str:
+    if placement is None:
         return f"{segment.modality} {segment.num_tokens}"
-    return f"{segment.modality} {segment.num_units} -> {segment.num_rows} @ {'+'.join(map(str, ranks))}"
+    if placement.is_long:
+        shares = zip(placement.ranks, placement.shares, strict=True)
+        ranks = " + ".join(f"{rank}: {rows}" for rank, rows in shares)
+    else:
+        ranks = str(placement.ranks[0])
+    joined = " joined" if placement.joined else ""
+    return f"{segment.modality} {segment.num_units} -> {segment.num_rows} @ {ranks}{joined}"

@@ -82,7 +82,8 @@ def _print_group(console: Console, group: ExplainedGroup) -> None:
         console,
         f"group {plan.group}: {_count(len(plan.packs), 'pack')}, {plan.num_tokens} tokens,"
         f" {100 * plan.padding:.1f} % of the positions padding,"
-        f" {_count(len(plan.media), 'media segment')}, {_count(plan.num_microbatches, 'microbatch', 'es')},"
+        f" {_count(len(plan.media), 'media segment')} ({plan.num_long} long),"
+        f" {_count(plan.num_microbatches, 'microbatch', 'es')},"
         f" digest {plan.digest:016x}",
     )
     _print_packs(console, group)
@@ -118,10 +119,10 @@ def _print_packs(console: Console, group: ExplainedGroup) -> None:
 
 
 def _print_encoding(console: Console, group: ExplainedGroup) -> None:
-    ranks = _table("encoding", [], ["rank", "media before", "after", "ms before", "after", "rows"])
+    ranks = _table("encoding", [], ["rank", "media before", "after", "long", "ms before", "after", "rows"])
     for item in group.ranks:
         ranks.add_row(
-            *map(str, (item.rank, item.num_media_before, item.num_media_after)),
+            *map(str, (item.rank, item.num_media_before, item.num_media_after, item.num_long)),
             f"{1e3 * item.before_s:.3g}",
             f"{1e3 * item.after_s:.3g}",
             str(item.num_rows_after),

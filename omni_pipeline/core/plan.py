@@ -244,6 +244,11 @@ class StepPlan:
         return {microbatch: tuple(items) for microbatch, items in found.items()}
 
     @property
+    def num_long(self) -> int:
+        """Media segments that several ranks share."""
+        return sum(item.is_long for item in self.media)
+
+    @property
     def num_tokens(self) -> int:
         """Sequence positions of all packs that hold a token of a sample."""
         return sum(pack.num_tokens for pack in self.packs)
@@ -276,6 +281,7 @@ def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
         "ranks": list(plan.ranks),
         "num_microbatches": plan.num_microbatches,
         "exchanges": list(plan.exchanges),
+        "num_long": plan.num_long,
         "padding": plan.padding,
         "imbalance": {
             "encoder": {

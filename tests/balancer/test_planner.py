@@ -209,7 +209,10 @@ def test_an_encoder_that_the_run_does_not_have_is_refused() -> None:
         )
 
 
-@pytest.mark.parametrize(("group", "expected"), [("all", 0), (3, 3), ("node", 4)])
+@pytest.mark.parametrize(
+    ("group", "expected"),
+    [("none", 1), ("all", 0), (3, 3), ("node", 4), ({"nodes": 1}, 4), ({"nodes": 2}, 8), ({"nodes": 99}, 8)],
+)
 def test_group_sizes(group: str | int, expected: int) -> None:
     config = BalanceConfig.model_validate({"group": group})
     assert config.replicas_per_group(world_size=64, ranks_per_node=8, tp=2, cp=1, pp=4) == expected
@@ -222,7 +225,17 @@ def test_a_node_that_does_not_divide_the_replicas_makes_smaller_groups() -> None
     assert config.replicas_per_group(world_size=16, ranks_per_node=2, tp=4, cp=1, pp=1) == 1
 
 
-@pytest.mark.parametrize("bad", [{"group": 0}, {"group": "rack"}, {"speed": 1}, {"flops_per_s": 1}])
+def test_groups_of_several_nodes_end_at_the_end_of_a_node() -> None:
+    config = BalanceConfig.model_validate({"group": {"nodes": 2}})
+    # Three nodes of four replicas: six replicas would end inside a node.
+    assert config.replicas_per_group(world_size=12, ranks_per_node=4, tp=1, cp=1, pp=1) == 4
+    assert config.replicas_per_group(world_size=16, ranks_per_node=4, tp=1, cp=1, pp=1) == 8
+    assert config.replicas_per_group(world_size=9, ranks_per_node=9, tp=1, cp=1, pp=1) == 9
+
+
+@pytest.mark.parametrize(
+    "bad", [{"group": 0}, {"group": {"nodes": 0}}, {"group": "rack"}, {"speed": 1}, {"flops_per_s": 1}]
+)
 def test_wrong_settings_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         BalanceConfig.model_validate(bad)

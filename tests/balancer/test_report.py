@@ -11,7 +11,7 @@ from balancer.report import moved_rows_fraction, pack_rows, rank_rows
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
-from tests.balancer.worlds import Step, cost_model, steps
+from tests.balancer.worlds import LSSP, Step, clip_pack, cost_model, steps
 from tests.support.strategies import make_sample, media_segment, text_segment
 
 
@@ -49,6 +49,21 @@ def test_rows_of_ranks_show_the_load_before_and_after() -> None:
     assert rows[0].before_s == pytest.approx(2 * rows[0].after_s)
     assert moved_rows_fraction(plan, step.topology) == 0.5
     assert moved_rows_fraction(off, step.topology) == 0
+
+
+def test_rows_of_ranks_show_their_shares_of_long_segments() -> None:
+    packs = (clip_pack(0, frames=5), Pack(lane=1, number=0, samples=()))
+    planner = Step(Topology(world_size=2), 2, 1, packs).planner(lssp=LSSP)
+    plan = planner.plan(packs, step=0, group=0)
+    rows = rank_rows(plan, planner.unbalanced(plan), cost_model=planner.cost_model)
+    assert [(row.num_media_before, row.num_media_after, row.num_long) for row in rows] == [
+        (1, 1, 1),
+        (0, 1, 1),
+    ]
+    assert [row.num_rows_after for row in rows] == [48, 32]
+    split = planner.cost_model.split(packs[0].samples[0].segments[0], 2)
+    assert split is not None
+    assert tuple(row.after_s for row in rows) == split.costs
 
 
 @settings(max_examples=30)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 
 from balancer.cost import CostModel
+from balancer.lssp import LsspConfig
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.shapes import TransformerShape, audio_shape, vision_shape
 from omni_pipeline.core.plan import Pack
@@ -16,6 +17,7 @@ from tests.support.hardware import flat_hardware
 from tests.support.strategies import make_sample, media_segment, segments, text_segment, worlds
 
 ENCODERS = ("vision", "audio")
+LSSP = LsspConfig(kind="auto")
 
 
 def cost_model(*, bytes_per_s: float = 1e12, latency_s: float = 0.0) -> CostModel:
@@ -55,12 +57,25 @@ class Step:
     packs: tuple[Pack, ...]
     seq_len: int = 0
 
-    def planner(self, *, enabled: bool = True, model: CostModel | None = None) -> GroupPlanner:
-        """Return a fresh planner of this world."""
+    def planner(
+        self,
+        *,
+        enabled: bool = True,
+        model: CostModel | None = None,
+        lssp: LsspConfig | None = None,
+        encoder_memory_bytes: int = 0,
+        llm_memory_bytes: int = 0,
+    ) -> GroupPlanner:
+        """Return a fresh planner of this world; it shares no segment unless asked."""
         return GroupPlanner(
             self.topology,
             cost_model=model or cost_model(),
-            config=BalanceConfig(enabled=enabled),
+            config=BalanceConfig(
+                enabled=enabled,
+                lssp=lssp or LsspConfig(kind="off"),
+                encoder_memory_bytes=encoder_memory_bytes,
+                llm_memory_bytes=llm_memory_bytes,
+            ),
             num_lanes=self.num_lanes,
             packs_per_step=self.num_lanes * self.packs_per_lane,
             encoders=ENCODERS,
@@ -76,6 +91,12 @@ def image_pack(lane: int, *, num_images: int, side: int = 8, number: int = 0) ->
     """A pack of one sample with equal images."""
     images = [media_segment(Modality.IMAGE, (1, side, side)) for _ in range(num_images)]
     return Pack(lane=lane, number=number, samples=(make_sample([*images, text_segment(4)], row=lane),))
+
+
+def clip_pack(lane: int, *, frames: int, side: int = 8, number: int = 0) -> Pack:
+    """A pack of one sample with a clip of so many temporal patches."""
+    clip = media_segment(Modality.VIDEO, (frames, side, side))
+    return Pack(lane=lane, number=number, samples=(make_sample([clip, text_segment(4)], row=lane),))
 
 
 @st.composite

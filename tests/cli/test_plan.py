@@ -90,6 +90,20 @@ def test_a_step_shows_provenance_and_where_it_was_followed_from(plan: Plan) -> N
     assert "a plan cannot know which samples fail to decode" in shown
 
 
+def test_long_segments_are_counted_and_show_the_rows_of_each_rank(plan: Plan) -> None:
+    flags = ("--step", "7", "--ranks", "2")
+    fixed = ("--balance.lssp.kind", "fixed", "--balance.lssp.min_rows", "2")
+    (group,) = plan.json(*flags, *fixed)["groups"]
+    media = group["media"]
+    assert group["num_long"] == len(media) > 0
+    shown = plan(*flags, *fixed)
+    assert f"{len(media)} media segments ({len(media)} long)" in shown
+    first, second = media[0]["shares"]
+    assert f"@ 0: {first} + 1: {second}" in " ".join(shown.split())
+    assert [row["num_long"] for row in group["encoding"]] == [len(media)] * 2
+    assert plan.json(*flags, "--balance.lssp.kind", "off")["groups"][0]["num_long"] == 0
+
+
 def test_all_groups_are_shown_and_the_end_of_the_run_is_noted(plan: Plan) -> None:
     flags = ("--step", "12", "--ranks", "4", "--balance.group", "2")
     found = plan.json(*flags, "--all-groups")
