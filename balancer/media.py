@@ -30,7 +30,7 @@ from balancer.partition import FloatArray, IntArray, balance, bin_loads, lower_b
 
 # Choices of long segments that are placed in earnest.
 MAX_TRIED = 12
-# A makespan this near to the mean load is good enough: no sharing can gain more.
+# A makespan this near to what cannot be gone below is good enough.
 NEAR_ENOUGH = 1.01
 
 
@@ -63,7 +63,7 @@ def place_media(
             best.offer(encoding)
     if search and best.makespan > NEAR_ENOUGH * load.mean:
         for choice in long_sets(load, forced)[:MAX_TRIED]:
-            if choice.bound >= best.time:
+            if best.makespan <= NEAR_ENOUGH * choice.bound:
                 break
             for encoding in _placements(load, choice.degrees, starts):
                 best.offer(encoding)
