@@ -18,12 +18,14 @@ import jinja2
 import numpy as np
 
 from omni_pipeline.app.data_end import data_end, has_ended
+from omni_pipeline.app.profile_words import milliseconds, step_texts
 from omni_pipeline.app.report_charts import compact, percent
 from omni_pipeline.app.report_figures import figures
 from omni_pipeline.app.report_gallery import GalleryPack
 from omni_pipeline.app.report_run import RunData, base_name, is_swapped, last_values, load_run, marks_of
 from omni_pipeline.app.run_dir import Event
 from omni_pipeline.app.sinks import format_duration
+from omni_pipeline.app.worst_steps import worst_shown
 
 MAX_QUARANTINE_ROWS = 100
 
@@ -88,7 +90,12 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"base64": _base64, "percent": percent, "wave": _wave}
+    environment.filters |= {
+        "base64": _base64,
+        "percent": percent,
+        "wave": _wave,
+        "milliseconds": milliseconds,
+    }
     marks = marks_of(events, run.attempts)
     reasons = Counter(f"{record.stage}: {_first_line(record.reason)}" for record in run.quarantine)
     return environment.get_template("report_template.html").render(
@@ -102,6 +109,7 @@ def render(
         left_out=[word for word in ("filtered", "dropped") if any(row[word] for row in sources)],
         used_up=used_up(run, events),
         held_out=held_out_table(run, summary),
+        worst=[(item, step_texts(item)) for item in worst_shown(run.worst)],
         quarantine=run.quarantine[:MAX_QUARANTINE_ROWS],
         num_quarantined=len(run.quarantine),
         reasons=reasons.most_common(8),

@@ -16,6 +16,7 @@ from omni_pipeline.app.report_charts import (
     share_chart,
 )
 from omni_pipeline.app.report_run import NO_VALUES, RunData, base_name, is_swapped, replays_of
+from omni_pipeline.app.stages import stage_series
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def figures(run: RunData, marks: Sequence[Mark]) -> dict[str, Figure | None]:
                 from_zero=True,
             ),
         ),
+        "stages": _stage_figure(run, marks),
         "encoder": _imbalance_figure(run, "encoder", "Encoder load", marks),
         "llm": _imbalance_figure(run, "llm", "LLM load", marks),
         "mixture": Figure(
@@ -123,12 +125,29 @@ def _replay_figure(run: RunData, marks: Sequence[Mark]) -> Figure | None:
     )
 
 
+def _stage_figure(run: RunData, marks: Sequence[Mark]) -> Figure | None:
+    """Draw what the steps are made of; nothing for a run that did not measure it."""
+    shares = stage_series(run)
+    if not shares:
+        return None
+    return Figure(
+        "What a step is made of",
+        "Mean over ranks, waiting for other ranks included; neighbouring steps are summed.",
+        share_chart(shares, label="Share of the step by stage", width=WIDE, marks=marks),
+    )
+
+
 def _imbalance_figure(run: RunData, part: str, title: str, marks: Sequence[Mark]) -> Figure:
+    """Draw the modelled imbalance before and after balancing, and the measured one."""
+    kinds = [("before", 7), ("after", 0)]
+    note = "Largest / mean load, modelled, with and without the plan's reordering; 1 is perfect."
+    if run.values(f"balancer/{part}_imbalance_measured").size:
+        kinds.append(("measured", 2))
+        note = "Largest / mean: modelled load before and after the plan's reordering, and measured own work."
     lines = [
-        Line(when, *run.metrics.get(f"balancer/{part}_imbalance_{when}", NO_VALUES), colour, "smooth")
-        for when, colour in (("before", 7), ("after", 0))
+        Line(kind, *run.metrics.get(f"balancer/{part}_imbalance_{kind}", NO_VALUES), colour, "smooth")
+        for kind, colour in kinds
     ]
-    note = "Largest / mean load with and without the plan's reordering; 1 is perfect."
     before, after = (run.values(f"balancer/{part}_imbalance_{when}") for when in ("before", "after"))
     if before.size and after.size:
         note += f" Saves {percent(1 - after.mean() / before.mean())} of the modelled time."

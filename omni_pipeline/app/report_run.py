@@ -14,6 +14,7 @@ from loaders.quarantine import QuarantineRecord, read_quarantine
 from omni_pipeline.app.report_charts import Mark
 from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.app.sinks import Attempt, MetricValues, merge_attempts, read_attempts
+from omni_pipeline.app.worst_steps import WorstStep, read_worst_steps
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import SampleId
 
@@ -29,12 +30,14 @@ class RunData:
         attempts: Starts of the run, in order.
         metrics: By name (steps, values), superseded numbers left out.
         quarantine: Records of bad samples, one per sample.
+        worst: Its worst steps, ascending.
     """
 
     name: str
     attempts: tuple[Attempt, ...]
     metrics: Mapping[str, MetricValues]
     quarantine: tuple[QuarantineRecord, ...]
+    worst: tuple[WorstStep, ...] = ()
 
     def values(self, name: str) -> npt.NDArray[np.float64]:
         """Return the finite values of a metric; empty if it was not recorded."""
@@ -92,6 +95,7 @@ def load_run(run_dir: Path) -> RunData:
         attempts=tuple(attempts),
         metrics=merge_attempts(attempts),
         quarantine=tuple(first.values()),
+        worst=tuple(read_worst_steps(run.worst_steps_path)),
     )
 
 

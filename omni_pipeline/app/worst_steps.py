@@ -18,10 +18,15 @@ from pydantic import TypeAdapter, ValidationError
 from loaders.source import Source
 from omni_pipeline.core.errors import DataError
 from omni_pipeline.core.sample import SampleId
-from trainer.step_causes import StepCause
+from trainer.step_causes import HeavySample, PartCause, StepCause
 
 KEEP = 8
 """Steps that are kept of each kind."""
+SHOWN = 4
+"""Steps of each kind that people are shown."""
+STANDS_OUT = 1.1
+"""Own work over the mean of all ranks from which a rank is said to hold the others up."""
+LIGHT = 0.2
 BY_TIME, BY_IMBALANCE = "time", "imbalance"
 
 
@@ -51,6 +56,27 @@ class WorstStep:
     def name_of(self, sample: SampleId) -> SampleName:
         """Return the name of a sample of the step."""
         return next((name for name in self.names if name.id == sample), SampleName(sample, "", ""))
+
+    @property
+    def outstanding(self) -> list[PartCause]:
+        """The parts in which a rank was far above the mean; without any, imbalance is not what took time."""
+        return [part for part in self.cause.parts if part.own_s >= STANDS_OUT * part.mean_s > 0]
+
+    @property
+    def waited(self) -> bool:
+        """Whether much of the step was waiting for data."""
+        return self.cause.wait_s >= self.cause.step_s / 4
+
+
+def telling_samples(part: PartCause) -> list[HeavySample]:
+    """Return the samples that explain a slow rank: each once, none that is light beside the heaviest.
+
+    They are those of the microbatch in which it was slow, if it named any of these.
+    """
+    there = [item for item in part.samples if item.microbatch == part.microbatch]
+    once = {item.id: item for item in reversed(there or part.samples)}
+    ranked = sorted(once.values(), key=lambda item: -item.modelled_s)
+    return [item for item in ranked if item.modelled_s >= LIGHT * ranked[0].modelled_s][:2]
 
 
 _ADAPTER = TypeAdapter(WorstStep)
@@ -98,6 +124,15 @@ class WorstSteps:
 def read_worst_steps(path: Path) -> list[WorstStep]:
     """Return the steps of the file, ascending; none if there is no file. Damaged lines are left out."""
     return sorted(_read(path), key=lambda item: item.cause.step)
+
+
+def worst_shown(steps: Sequence[WorstStep]) -> list[WorstStep]:
+    """Return the steps to show: the worst by time, then those by imbalance that are not among them."""
+    by_time = sorted(steps, key=lambda item: -item.cause.step_s)
+    by_loss = sorted(steps, key=lambda item: -item.cause.modelled_loss_s)
+    chosen = [item for item in by_time if BY_TIME in item.worst_by][:SHOWN]
+    rest = [item for item in by_loss if BY_IMBALANCE in item.worst_by and item not in chosen]
+    return chosen + rest[:SHOWN]
 
 
 def namer(sources: Sequence[Source]) -> NameOf:

@@ -23,6 +23,7 @@ COMMANDS = {
     "data": ("omni_pipeline.cli.data", "Prepare and index shards."),
     "demo": ("omni_pipeline.cli.demo", "Run the whole path on this machine in under three minutes."),
     "plan": ("omni_pipeline.cli.plan", "Print what a step would do, without running it."),
+    "profile": ("omni_pipeline.cli.profile", "Tell where the time of a trained run went."),
     "report": ("omni_pipeline.cli.report", "Write the HTML report of a run."),
     "train": ("omni_pipeline.cli.train", "Train from a run file; continues from the latest checkpoint."),
 }

@@ -7,21 +7,21 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from loaders.quarantine import QuarantineRecord
 from omni_pipeline.app.explain import ExplainedGroup, ExplainedStep
 from omni_pipeline.app.find_sample import FoundSample, SampleHistory
 from omni_pipeline.app.rebuild import ArrayRow, Rebuilt
+from omni_pipeline.cli.tables import count, make_table, say
 
 
 def print_step(explained: ExplainedStep) -> None:
     """Print one step of some groups."""
     console = Console()
     ranks, groups = explained.topology.world_size, explained.topology.num_groups
-    _say(
+    say(
         console,
-        f"step {explained.step} on {_count(ranks, 'rank')} in {_count(groups, 'group')},"
+        f"step {explained.step} on {count(ranks, 'rank')} in {count(groups, 'group')},"
         f" followed from {explained.start}",
     )
     for group in explained.groups:
@@ -34,9 +34,9 @@ def print_step(explained: ExplainedStep) -> None:
 def print_sample(found: FoundSample) -> None:
     """Print when some samples are seen."""
     console = Console()
-    _say(
+    say(
         console,
-        f"run of {_count(found.num_steps, 'step')}, {found.num_trained} trained;"
+        f"run of {count(found.num_steps, 'step')}, {found.num_trained} trained;"
         " packs are lane:number, places replica/microbatch",
     )
     for history in found.samples:
@@ -56,12 +56,12 @@ def print_rebuilt(rebuilt: Rebuilt, rows: Sequence[ArrayRow], *, out: Path | Non
     """Print the arrays of a rebuilt step."""
     console = Console()
     plan = rebuilt.batch.plan
-    _say(
+    say(
         console,
         f"step {plan.step} of rank {rebuilt.rank}, group {plan.group}, followed from {rebuilt.start},"
         f" plan digest {plan.digest:016x}",
     )
-    table = _table("arrays (microbatch/name)", ["name", "type", "shape", "digest"])
+    table = make_table("arrays (microbatch/name)", ["name", "type", "shape", "digest"])
     for row in rows:
         table.add_row(row.name, row.dtype, " x ".join(map(str, row.shape)), row.digest)
     console.print(table)
@@ -69,27 +69,27 @@ def print_rebuilt(rebuilt: Rebuilt, rows: Sequence[ArrayRow], *, out: Path | Non
         failed = ", ".join(
             sorted(f"{item.source} shard {item.shard} row {item.row}" for item in rebuilt.repeated)
         )
-        _say(console, f"failed in the run, so left without labels here: {failed}")
+        say(console, f"failed in the run, so left without labels here: {failed}")
     _print_failures(console, rebuilt.failures, "failed here")
     _print_notes(console, rebuilt.notes)
     if out is not None:
-        _say(console, f"wrote {_count(len(rows), 'array')} to {out}")
+        say(console, f"wrote {count(len(rows), 'array')} to {out}")
 
 
 def _print_group(console: Console, group: ExplainedGroup) -> None:
     plan = group.plan
-    _say(
+    say(
         console,
-        f"group {plan.group}: {_count(len(plan.packs), 'pack')}, {plan.num_tokens} tokens,"
+        f"group {plan.group}: {count(len(plan.packs), 'pack')}, {plan.num_tokens} tokens,"
         f" {100 * plan.padding:.1f} % of the positions padding,"
-        f" {_count(len(plan.media), 'media segment')} ({plan.num_long} long),"
-        f" {_count(plan.num_microbatches, 'microbatch', 'es')},"
+        f" {count(len(plan.media), 'media segment')} ({plan.num_long} long),"
+        f" {count(plan.num_microbatches, 'microbatch', 'es')},"
         f" digest {plan.digest:016x}",
     )
     _print_packs(console, group)
     _print_encoding(console, group)
     encoder, llm = plan.encoder_balance, plan.llm_balance
-    _say(
+    say(
         console,
         f"imbalance (max / mean): encoder {encoder.imbalance_before:.3f} -> {encoder.imbalance_after:.3f},"
         f" LLM {llm.imbalance_before:.3f} -> {llm.imbalance_after:.3f};"
@@ -99,7 +99,7 @@ def _print_group(console: Console, group: ExplainedGroup) -> None:
 
 
 def _print_packs(console: Console, group: ExplainedGroup) -> None:
-    packs = _table(
+    packs = make_table(
         "packs (lane:number) and their place (replica/microbatch)",
         ["place", "pack"],
         ["samples", "tokens", "positions", "fill", "LLM ms", "encoder ms"],
@@ -119,7 +119,7 @@ def _print_packs(console: Console, group: ExplainedGroup) -> None:
 
 
 def _print_encoding(console: Console, group: ExplainedGroup) -> None:
-    ranks = _table("encoding", [], ["rank", "media before", "after", "long", "ms before", "after", "rows"])
+    ranks = make_table("encoding", [], ["rank", "media before", "after", "long", "ms before", "after", "rows"])
     for item in group.ranks:
         ranks.add_row(
             *map(str, (item.rank, item.num_media_before, item.num_media_after, item.num_long)),
@@ -131,7 +131,7 @@ def _print_encoding(console: Console, group: ExplainedGroup) -> None:
 
 
 def _print_samples(console: Console, group: ExplainedGroup) -> None:
-    samples = _table("samples", ["place", "sample, shard, row"], ["tokens"])
+    samples = make_table("samples", ["place", "sample, shard, row"], ["tokens"])
     samples.add_column("units -> rows @ encoding rank", overflow="fold")
     last = None
     for sample_row in group.sample_rows():
@@ -150,7 +150,7 @@ def _print_samples(console: Console, group: ExplainedGroup) -> None:
 
 
 def _print_sources(console: Console, explained: ExplainedStep) -> None:
-    table = _table("sources after the step", ["source"], ["rows", "left out", "share", "epoch"])
+    table = make_table("sources after the step", ["source"], ["rows", "left out", "share", "epoch"])
     for row in explained.sources:
         left_out = ", ".join(f"{count} {reason}" for reason, count in sorted(row.left_out.items())) or "0"
         if row.num_counted < row.num_rows:
@@ -161,11 +161,11 @@ def _print_sources(console: Console, explained: ExplainedStep) -> None:
 
 def _print_history(console: Console, history: SampleHistory, *, data_end: int | None) -> None:
     row = history.row
-    _say(console, f"{row.id.source}/{row.key}: {_file_name(row.shard)} row {row.id.row}")
+    say(console, f"{row.id.source}/{row.key}: {_file_name(row.shard)} row {row.id.row}")
     if history.visits:
         places = any(visit.place for visit in history.visits)
         names = ["epoch", "step", "pack", *(["place", "rank", "encoded by"] if places else [])]
-        table = _table("", [], names)
+        table = make_table("", [], names)
         table.add_column("state", overflow="fold")
         for visit in history.visits:
             cells = [str(visit.epoch), str(visit.step), f"{visit.lane}:{visit.pack}"]
@@ -184,7 +184,7 @@ def _print_history(console: Console, history: SampleHistory, *, data_end: int | 
 def _print_failures(console: Console, records: Sequence[QuarantineRecord], title: str) -> None:
     if not records:
         return
-    table = _table(title, ["sample", "stage"], ["rank"])
+    table = make_table(title, ["sample", "stage"], ["rank"])
     table.add_column("reason", overflow="fold")
     for record in records:
         table.add_row(
@@ -195,25 +195,7 @@ def _print_failures(console: Console, records: Sequence[QuarantineRecord], title
 
 def _print_notes(console: Console, notes: Iterable[str]) -> None:
     for note in notes:
-        _say(console, f"note: {note}")
-
-
-def _table(title: str, left: Sequence[str], right: Sequence[str] = ()) -> Table:
-    table = Table(title=title or None, title_justify="left")
-    for name in left:
-        table.add_column(name, overflow="fold")
-    for name in right:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
-
-
-def _say(console: Console, text: str) -> None:
-    """Print prose: wrapped by the terminal, so that it can be copied, and never taken for markup."""
-    console.print(text, soft_wrap=True, markup=False, highlight=False)
-
-
-def _count(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{'' if number == 1 else plural}"
+        say(console, f"note: {note}")
 
 
 def _numbers(ranks: Sequence[int]) -> str:
