@@ -22,10 +22,11 @@ from omni_pipeline.core.sample import SampleId
 from trainer.agreement import Requests, agree, global_sums, raise_together, unite_failed
 from trainer.batches import batch_problem, idle_batch, rows_by_plan
 from trainer.colocation import ColocatedModel
-from trainer.measure import ENCODER, EXCHANGE, LLM, StageClock, StageTimes
+from trainer.measure import StageClock
 from trainer.model.llm import LlmOutput
 from trainer.optimizer import clip_gradients, local_square_sum
 from trainer.reshard import reshard
+from trainer.stage_times import ENCODER, EXCHANGE, LLM, StageTimes
 
 NAMED_SAMPLES = 4
 

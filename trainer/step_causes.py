@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.sample import SampleId, Segment
-from trainer.measure import ENCODER, LLM, StageTimes
+from trainer.stage_times import ENCODER, LLM, StageTimes
 
 PARTS = ("encoder", "llm")
 NUM_HEAVY = 3

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.metrics import Metrics
-from trainer.measure import STAGES
 from trainer.parallel.mesh import RankGroups
+from trainer.stage_times import STAGES
 from trainer.step import StepResult
 from trainer.step_causes import (
     PARTS,

@@ -23,13 +23,13 @@ def part_text(cause: PartCause) -> str:
     """Return in words which rank held the others up in one part."""
     where = f"{PARTS[cause.part]}: rank {cause.rank}"
     if cause.imbalance_measured is None:
-        where += f" had {milliseconds(cause.own_s)} ms (modelled)"
+        where += f" has {milliseconds(cause.own_s)} ms of modelled work"
         measured = ""
     else:
-        where += f" had {milliseconds(cause.own_s)} ms in microbatch {cause.microbatch}"
+        where += f" worked {milliseconds(cause.own_s)} ms in microbatch {cause.microbatch}"
         measured = f", measured {cause.imbalance_measured:.2f}"
     return (
-        f"{where}, the mean {milliseconds(cause.mean_s)}; imbalance {cause.imbalance_before:.2f}"
+        f"{where}, the mean is {milliseconds(cause.mean_s)}; imbalance {cause.imbalance_before:.2f}"
         f" -> {cause.imbalance_after:.2f}{measured}"
     )
 

@@ -74,7 +74,9 @@ def telling_samples(part: PartCause) -> list[HeavySample]:
     They are those of the microbatch in which it was slow, if it named any of these.
     """
     there = [item for item in part.samples if item.microbatch == part.microbatch]
-    once = {item.id: item for item in reversed(there or part.samples)}
+    once: dict[SampleId, HeavySample] = {}
+    for item in there or part.samples:
+        once.setdefault(item.id, item)
     ranked = sorted(once.values(), key=lambda item: -item.modelled_s)
     return [item for item in ranked if item.modelled_s >= LIGHT * ranked[0].modelled_s][:2]
 

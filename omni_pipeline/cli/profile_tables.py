@@ -37,13 +37,15 @@ def _head(profile: RunProfile) -> str:
 
 
 def _print_stages(console: Console, profile: RunProfile) -> None:
+    if not profile.stages:
+        return
     left_out = ", the first step of each start left out" if profile.num_left_out else ""
-    table = make_table(f"one step: mean over ranks and steps{left_out}", ["stage"], ["ms", "share", "own ms"])
+    say(console, f"one step, mean over ranks and steps{left_out}")
+    table = make_table("", ["stage"], ["ms", "share", "own ms"])
     for row in profile.stages:
         own = "" if row.own_s is None else milliseconds(row.own_s)
         table.add_row(row.name, milliseconds(row.seconds), f"{100 * row.share:.1f} %", own)
-    if profile.stages:
-        console.print(table)
+    console.print(table)
 
 
 def _facts(profile: RunProfile) -> list[str]:

@@ -16,10 +16,13 @@ from omni_pipeline.app.report import held_out_table, key_numbers, source_table, 
 from omni_pipeline.app.report_figures import figures
 from omni_pipeline.app.report_gallery import gallery_from_plan
 from omni_pipeline.app.report_run import load_run, marks_of, replays_of
-from omni_pipeline.app.run_dir import Event
+from omni_pipeline.app.run_dir import Event, RunDir
 from omni_pipeline.app.sinks import JsonlMetrics
+from omni_pipeline.app.worst_steps import SampleName, WorstSteps
 from omni_pipeline.core.errors import ConfigError
-from tests.app import synthetic_run
+from omni_pipeline.core.sample import SampleId
+from tests.app import synthetic_run, test_profile
+from trainer.step_causes import HeavySample, PartCause, StepCause
 
 VOID = {"meta", "link", "img", "br", "input"}
 SECTIONS = (
@@ -258,6 +261,37 @@ def test_padding_of_a_bucketed_run_is_a_key_number_and_a_line(tmp_path: Path) ->
     assert figure.chart is not None
     assert "padding" in figure.note
     assert "padding" in str(figure.chart)
+
+
+def test_measured_imbalance_and_stages_are_drawn_where_they_were_measured(tmp_path: Path) -> None:
+    test_profile.write_run(tmp_path)
+    drawn = figures(load_run(tmp_path), [])
+    names = {}
+    for place in ("stages", "encoder", "llm"):
+        figure = drawn[place]
+        assert figure is not None
+        assert figure.chart is not None
+        names[place] = [name for name, _, _ in figure.chart.legend]
+        assert ("own work" in figure.note) == (place == "encoder")
+    assert names["stages"][:3] == ["wait for data", "agree on the step", "encoders"]
+    assert names["encoder"] == ["before", "after", "measured"]
+    assert names["llm"] == ["before", "after"]
+
+
+def test_the_page_names_the_samples_of_the_worst_steps(tmp_path: Path) -> None:
+    minimal_run(tmp_path)
+    assert "no worst steps were kept" in Page(write_report(tmp_path, tmp_path / "a.html").read_text()).text
+    sample = HeavySample(SampleId("captions", 0, 5), 1, units=1600, modelled_s=0.5, num_ranks=2)
+    part = PartCause("encoder", 2.0, 1.5, 1.4, 3, 1, 0.7, 0.4, (sample,))
+    path = RunDir(tmp_path).worst_steps_path
+    worst = WorstSteps(path, first_step=0, name_of=lambda item: SampleName(item, EVIL, "c.tar"))
+    worst.see(StepCause(8, 2.5, 0.1, 1.0, (part,)))
+    text = write_report(tmp_path, tmp_path / "b.html").read_text()
+    page = Page(text)
+    assert page.handlers == []
+    assert f"captions/{EVIL} (c.tar row 5): 1,600 units, split over 2 ranks" in page.text
+    assert "rank 3 worked 700 ms in microbatch 1" in page.text
+    assert "2,500" in page.words
 
 
 def test_sources_are_summed_and_sorted_by_tokens(tmp_path: Path) -> None:

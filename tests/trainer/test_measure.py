@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from trainer.measure import ENCODER, EXCHANGE, LLM, StageClock, StageTimes
+from trainer.measure import StageClock
+from trainer.stage_times import ENCODER, EXCHANGE, LLM, StageTimes
 
 CPU = torch.device("cpu")
 WORK_S, WAIT_S = 0.05, 0.12

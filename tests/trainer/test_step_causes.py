@@ -10,7 +10,7 @@ import pytest
 from omni_pipeline.core.plan import Balance, MediaPlacement, Pack, PackSlot, StepPlan
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
 from tests.support.strategies import make_sample, media_segment, text_segment
-from trainer.measure import ENCODER, LLM, StageTimes
+from trainer.stage_times import ENCODER, LLM, StageTimes
 from trainer.step_causes import (
     NUM_HEAVY,
     HeavySample,

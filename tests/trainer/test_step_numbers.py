@@ -14,8 +14,8 @@ from tests.support import parity
 from tests.support.ranks import run_ranks
 from tests.trainer.test_step_causes import UnitCosts
 from trainer.agreement import Requests
-from trainer.measure import ENCODER, EXCHANGE, LLM, StageTimes
 from trainer.parallel.mesh import make_rank_groups, pick_device
+from trainer.stage_times import ENCODER, EXCHANGE, LLM, StageTimes
 from trainer.step import StepResult
 from trainer.step_causes import StepCause
 from trainer.step_numbers import StepRecorder, StepTimes, StepWatcher
