@@ -119,7 +119,9 @@ def _print_packs(console: Console, group: ExplainedGroup) -> None:
 
 
 def _print_encoding(console: Console, group: ExplainedGroup) -> None:
-    ranks = make_table("encoding", [], ["rank", "media before", "after", "long", "ms before", "after", "rows"])
+    ranks = make_table(
+        "encoding", [], ["rank", "media before", "after", "long", "ms before", "after", "rows"]
+    )
     for item in group.ranks:
         ranks.add_row(
             *map(str, (item.rank, item.num_media_before, item.num_media_after, item.num_long)),
