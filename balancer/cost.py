@@ -115,17 +115,17 @@ class CostModel:
         """Return the segment in ``degree`` shares, or None if it cannot be split so.
 
         Shares end where attention ends (frames, chunks) if there are enough of these; else they are joined,
-        if the degree divides the encoder's heads and every rank gets a row.
+        if the degree divides the encoder's heads, every rank gets a row, and no convolution crosses them.
         """
         name = self.encoder_name(segment)
         cut = cut_segment(self.encoders[name], segment.grid, degree)
         if cut is None:
             return None
-        if cut.joined and degree > 1:
+        if cut.joined:
             costs = self._joined_costs(name, segment.grid, cut)
         else:
-            costs = tuple(self._grid_cost(name, grid) for grid in cut.grids or (segment.grid,))
-        return Split(shares=cut.rows, joined=cut.joined and degree > 1, costs=costs)
+            costs = tuple(self._grid_cost(name, grid) for grid in cut.grids)
+        return Split(shares=cut.rows, joined=cut.joined, costs=costs)
 
     def pack_cost(self, pack: Pack) -> float:
         """Return the seconds that one rank would need for the pack in the LLM, forward and backward.

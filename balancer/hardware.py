@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,6 +21,7 @@ from omni_pipeline.core.config import validate
 from omni_pipeline.core.errors import ConfigError
 
 PROFILES = Path(__file__).parent / "hardware_profiles"
+ROUNDING = 1 + 1e-9
 FIX = "see docs/costs.md for what a hardware profile holds"
 
 
@@ -54,7 +56,7 @@ class HardwareProfile(BaseModel):
         for (few, low), (many, high) in itertools.pairwise(self.efficiency):
             if not few < many or high < low:
                 raise ValueError(f"efficiency falls or turns back between {few} and {many} tokens")
-            if high - low > low * (_log2(many) - _log2(few)):
+            if high - low > low * (_log2(many) - _log2(few)) * ROUNDING:
                 # More tokens would take less time, and plans would add work to save time.
                 raise ValueError(f"efficiency rises faster than tokens between {few} and {many} tokens")
         return self
@@ -77,6 +79,24 @@ class HardwareProfile(BaseModel):
     def best_flops_per_s(self) -> float:
         """Operations per second of the largest kernels."""
         return self.flops_per_s * self.efficiency[-1][1]
+
+
+def efficiency_curve(measured: Sequence[tuple[int, float]]) -> tuple[tuple[float, float], ...]:
+    """Return a curve that ``HardwareProfile`` takes, close to what was measured.
+
+    Measurements scatter. A point below one of fewer tokens is raised to it, and one that lies so low that
+    more tokens would take less time is raised as far as needed.
+
+    Args:
+        measured: (tokens, attained fraction of the peak), tokens rising, fractions above 0.
+    """
+    curve: list[tuple[float, float]] = []
+    for tokens, fraction in measured:
+        curve.append((float(tokens), min(1.0, max(fraction, curve[-1][1] if curve else 0.0))))
+    for index in range(len(curve) - 2, -1, -1):
+        (few, low), (many, high) = curve[index], curve[index + 1]
+        curve[index] = (few, max(low, high / (1 + _log2(many) - _log2(few))))
+    return tuple(curve)
 
 
 def known_hardware() -> list[str]:

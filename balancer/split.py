@@ -43,8 +43,10 @@ def cut_segment(shape: TransformerShape, grid: tuple[int, int, int], degree: int
         grid: (temporal, rows, columns) of patches, or (mel frames, 1, 1).
         degree: Ranks, at least 1.
     """
-    cut = _cut_line(shape, grid, degree) if shape.units_per_position > 1 else _cut_frames(shape, grid, degree)
-    return cut or _cut_rows(shape, grid, degree)
+    if shape.units_per_position > 1:
+        # Never joined: the convolutions in front see across the rows between two shares.
+        return _cut_line(shape, grid, degree)
+    return _cut_frames(shape, grid, degree) or _cut_rows(shape, grid, degree)
 
 
 def even_runs(total: int, count: int) -> tuple[int, ...]:
@@ -55,7 +57,7 @@ def even_runs(total: int, count: int) -> tuple[int, ...]:
 
 def _cut_frames(shape: TransformerShape, grid: tuple[int, int, int], degree: int) -> Cut | None:
     frames, rows, columns = grid
-    if frames < degree or rows * columns % shape.positions_per_row:
+    if frames < degree or (degree > 1 and rows * columns % shape.positions_per_row):
         return None
     shares = even_runs(frames, degree)
     positions = tuple(share * rows * columns for share in shares)
@@ -68,9 +70,11 @@ def _cut_frames(shape: TransformerShape, grid: tuple[int, int, int], degree: int
 
 def _cut_line(shape: TransformerShape, grid: tuple[int, int, int], degree: int) -> Cut | None:
     """Cut a recording between chunks, where no row straddles the cut; the last chunk may be short."""
+    positions = position_grid(shape, grid)[1]
+    if degree == 1:
+        return Cut(rows=(positions // shape.positions_per_row,), positions=(positions,), grids=(grid,))
     if not shape.window or shape.full_attention_layers:
         return None
-    positions = position_grid(shape, grid)[1]
     # Where chunks hold an odd number of positions, only every other border is one of rows too.
     unit = math.lcm(shape.window, shape.positions_per_row)
     # What is left at the end counts as a unit of its own if it makes a row.
@@ -95,6 +99,4 @@ def _cut_rows(shape: TransformerShape, grid: tuple[int, int, int], degree: int) 
     if num_rows < degree or shape.heads % degree or shape.kv_heads % degree:
         return None
     rows = even_runs(num_rows, degree)
-    positions = [count * shape.positions_per_row for count in rows]
-    positions[-1] += total - sum(positions)  # positions that make no row, at the end of a recording
-    return Cut(rows=rows, positions=tuple(positions), grids=())
+    return Cut(rows=rows, positions=tuple(count * shape.positions_per_row for count in rows), grids=())

@@ -80,7 +80,7 @@ def test_shares_are_all_rows_and_a_cut_at_borders_makes_no_work(
             assert rows == (audio_rows(grid[0]) if is_sound else math.prod(grid) // 4)
         assert sum(split.costs) == pytest.approx(costs.media_cost(segment))
     else:
-        assert split.joined == (degree > 1)
+        assert split.joined
         assert max(split.shares) - min(split.shares) <= 1
 
 
@@ -124,11 +124,12 @@ def test_a_clip_of_few_frames_is_joined_over_many_ranks() -> None:
     assert (split.shares, split.joined) == ((3, 3, 3, 3), True)
 
 
-def test_an_encoder_that_sees_whole_recordings_joins_its_shares() -> None:
-    shape = audio_shape(layers=2, hidden=16, ffn=32, heads=4, num_mels=16, chunk_frames=0, llm_hidden=8)
-    cut = cut_segment(shape, (400, 1, 1), 2)
-    assert cut is not None
-    assert (cut.rows, cut.joined) == ((50, 50), True)
+def test_a_recording_is_never_joined_because_its_convolutions_cross_rows() -> None:
+    assert cut_segment(audio(20), (59, 1, 1), 4) is None  # three chunks
+    assert cut_segment(audio(0), (400, 1, 1), 2) is None  # all attends to all
+    whole = cut_segment(audio(0), (400, 1, 1), 1)
+    assert whole is not None
+    assert (whole.rows, whole.joined) == ((100,), False)
 
 
 def test_joined_shares_do_the_work_of_the_whole_and_pay_for_the_exchange() -> None:
