@@ -163,7 +163,8 @@ def test_a_threshold_shares_all_segments_from_its_rows_on(step: Step, min_rows: 
         nodes = step.topology.nodes_of_group(group)
         plan = planner.plan(step.packs_of(group), step=0, group=group)
         for item in plan.media:
-            can_be = item.num_rows >= 2 and any(len(node) > 1 for node in nodes)
+            segment = plan.packs[item.pack].samples[item.sample].segments[item.segment]
+            can_be = planner.cost_model.split(segment, 2) is not None and any(len(node) > 1 for node in nodes)
             assert item.is_long == (can_be and item.num_rows >= min_rows)
 
 
