@@ -163,7 +163,7 @@ class _SeatProgram:
         if shards is None or not shards.gather_s or (shards.per_step and not first):
             return []
         members = shards.members_of[rank]
-        name = ("gather", shards.what, members[0], *which)
+        name = ("gather", shards.what, members[0], *(("step",) if shards.per_step else which))
         self.entries.append(self._op(Op(name, "gather", shards.gather_s, members, f"{shards.what} gather")))
         return [Wait(name)]
 
@@ -171,7 +171,8 @@ class _SeatProgram:
         if shards is None or not shards.reduce_s or (shards.per_step and not is_last):
             return
         members = shards.members_of[rank]
-        name = ("reduce", shards.what, members[0], microbatch)
+        # Seats may end their parts with different microbatches; what they sum once is one operation.
+        name = ("reduce", shards.what, members[0], "step" if shards.per_step else microbatch)
         self.entries.append(self._op(Op(name, "reduce", shards.reduce_s, members, f"{shards.what} reduce")))
         self.reduces.append(Wait(name))
 

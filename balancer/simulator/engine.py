@@ -52,7 +52,8 @@ class Timeline:
     @property
     def idle_fraction(self) -> float:
         """Share of the step in which the ranks do not compute, mean over ranks, 0 to 1."""
-        return 1 - float(self.compute_s.mean()) / self.step_s if self.step_s else 0.0
+        # Sums of a rank may round above the step that they fill.
+        return max(0.0, 1 - float(self.compute_s.mean()) / self.step_s) if self.step_s else 0.0
 
 
 def run(programs: Sequence[Program]) -> Timeline:
@@ -73,7 +74,11 @@ def run(programs: Sequence[Program]) -> Timeline:
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """An operation as it runs: who issues it, who has to come still, when all were ready, when it ended."""
+    """An operation as it runs: who issues it, who has to come still, when all were ready, when it ended.
+
+    ``waiting``: programs that go on when it has ended. ``followers``: operations that a rank has issued
+    behind it on its stream, with the moment from which the rank is ready for them.
+    """
 
     op: Op
     programs: frozenset[int]
@@ -81,6 +86,7 @@ class _State:
     ready_s: float = 0.0
     end_s: float = -1.0
     waiting: list[int] = field(default_factory=list)
+    followers: list[tuple[_State, float]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -106,7 +112,7 @@ class _Machine:
         runnable = list(range(len(self.programs)))
         while runnable:
             self._advance(runnable.pop(), runnable)
-        stuck = [index for index, linked in enumerate(self.linked) if self.place[index] < len(linked.states)]
+        stuck = [index for index in range(len(self.programs)) if self._open_entry(index) is not None]
         if stuck:
             raise PlanError(
                 "ranks wait for each other in a circle: " + "; ".join(map(self._stuck_at, stuck[:NAMED])),
@@ -128,24 +134,36 @@ class _Machine:
                 now_s = max(now_s, state.end_s)
             else:
                 before = on_stream.get(stream)
-                if before is not None and before.end_s < 0:
-                    before.waiting.append(index)
-                    break
                 on_stream[stream] = state
-                self._arrive(state, now_s if before is None else max(now_s, before.end_s), runnable)
+                if before is not None and before.end_s < 0:
+                    before.followers.append((state, now_s))
+                else:
+                    self._arrive(state, now_s if before is None else max(now_s, before.end_s), runnable)
             place += 1
         self.place[index], self.now_s[index] = place, now_s
 
     def _arrive(self, state: _State, ready_s: float, runnable: list[int]) -> None:
-        state.missing -= 1
-        state.ready_s = max(state.ready_s, ready_s)
-        if state.missing == 0:
-            state.end_s = state.ready_s + state.op.seconds
-            runnable += state.waiting
-            state.waiting.clear()
+        """A member is ready for an operation; the last one starts it, and so perhaps those behind it."""
+        arrivals = [(state, ready_s)]
+        while arrivals:
+            state, ready_s = arrivals.pop()
+            state.missing -= 1
+            state.ready_s = max(state.ready_s, ready_s)
+            if state.missing == 0:
+                state.end_s = end_s = state.ready_s + state.op.seconds
+                runnable += state.waiting
+                arrivals += [(behind, max(moment, end_s)) for behind, moment in state.followers]
+
+    def _open_entry(self, index: int) -> int | None:
+        """Return the entry that holds a program up, or that never ends though all is issued; None without."""
+        states = self.linked[index].states
+        if self.place[index] < len(states):
+            return self.place[index]
+        return next((place for place, state in enumerate(states) if state.end_s < 0), None)
 
     def _stuck_at(self, index: int) -> str:
-        linked, place = self.linked[index], self.place[index]
+        linked, place = self.linked[index], self._open_entry(index)
+        assert place is not None, f"program {index} has ended"
         doing = "waits for" if linked.streams[place] is None else "is at"
         return f"rank {self.programs[index].ranks[0]} {doing} {_shown(linked.states[place].op.name)}"
 

@@ -30,7 +30,7 @@ def peak_bytes(work: StepWork, kept_bytes: FloatArray) -> FloatArray:
         ranks = np.concatenate([np.asarray(seat.ranks) for seat in seats])
         replicas = np.repeat([seat.replica for seat in seats], [len(seat.ranks) for seat in seats])
         llm = work.llm.kept_bytes[replicas] * (replicas >= 0)[:, None]
-        encoders = kept_bytes[ranks] if len(kept_bytes) else np.zeros_like(llm)
+        encoders = kept_bytes[ranks]
         held = np.zeros(len(ranks))
         if work.encoder_shards:
             hosts = np.asarray([rank in work.encoder_shards.members_of for rank in ranks.tolist()])

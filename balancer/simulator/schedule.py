@@ -154,7 +154,7 @@ def pool(num_stages: int, num_microbatches: int) -> tuple[Stage, ...]:
     encoders, *stages = one_f_one_b(num_stages + 1, num_microbatches)
     slots: list[Slot] = []
     for slot in encoders:
-        tasks = _ENCODE if slot.task == "forward" else _ENCODE_BACKWARD
+        tasks: tuple[Task, ...] = _ENCODE if slot.task == "forward" else ("encode_backward",)
         slots += [Slot(task, slot.microbatch) for task in tasks]
     return (tuple(slots), _with_collect(stages[0]), *stages[1:])
 

@@ -79,18 +79,13 @@ def encoder_values(setup: Setup) -> int:
     return sum(num_values(shape, is_llm=False) for shape in setup.cost_model.encoders.values())
 
 
-def llm_shards(setup: Setup, *, extra_values: float = 0.0, extra_stage: int = -1) -> Shards:
+def llm_shards(setup: Setup) -> Shards:
     """Return the LLM's parameters: of a stage and place in tp, over the replicas and their cp ranks.
 
     The tp ranks of a stage run the same collectives at the same time, each with its own part.
-
-    Args:
-        setup: The run.
-        extra_values: Parameters of an encoder that a stage holds beside its layers, per rank.
-        extra_stage: That stage.
     """
     topology, llm = setup.topology, setup.cost_model.llm
-    degree = setup.llm.ranks_per_copy(topology.cp * topology.num_replicas, what="llm")
+    degree = setup.llm.ranks_per_copy(topology.cp * topology.num_replicas)
     replicas_per_copy = max(1, degree // topology.cp)
     width, per_stage = topology.tp * topology.cp, topology.world_size // topology.pp
     members_of, holders_of = {}, {}
@@ -101,7 +96,7 @@ def llm_shards(setup: Setup, *, extra_values: float = 0.0, extra_stage: int = -1
             members = stage[copy : copy + size]
             members_of.update(dict.fromkeys(members, members))
         holders_of.update(dict.fromkeys(stage, stage))
-    values = num_values(llm, is_llm=True) / (topology.tp * topology.pp) + extra_values
+    values = num_values(llm, is_llm=True) / (topology.tp * topology.pp)
     alike = [rank for rank in range(per_stage) if rank % topology.tp == 0]
     return _shards(
         "llm",
@@ -115,23 +110,32 @@ def llm_shards(setup: Setup, *, extra_values: float = 0.0, extra_stage: int = -1
     )
 
 
-def encoder_shards(setup: Setup, hosts: Sequence[int], *, per_step: bool | None = None) -> Shards | None:
-    """Return the encoders' parameters: all on every host, shared by runs of hosts; None without any."""
+def encoder_shards(
+    setup: Setup, hosts: Sequence[int], *, tp: int = 1, per_step: bool | None = None
+) -> Shards | None:
+    """Return the encoders' parameters, shared by runs of hosts; None without encoders.
+
+    Args:
+        setup: The run.
+        hosts: Ranks that hold them, ascending.
+        tp: Neighbouring hosts that hold one tensor-parallel copy and run its collectives together.
+        per_step: Gathered and reduced once per step; None: as the setup says.
+    """
     shapes = setup.cost_model.encoders
     if not shapes:
         return None
-    degree = setup.encoder.ranks_per_copy(len(hosts), what="encoder")
     everyone = tuple(hosts)
+    degree = setup.encoder.ranks_per_copy(len(everyone) // tp)
     members_of = {}
-    for start in range(0, len(everyone), degree):
-        members = everyone[start : start + degree]
+    for start in range(0, len(everyone), degree * tp):
+        members = everyone[start : start + degree * tp]
         members_of.update(dict.fromkeys(members, members))
     return _shards(
         "encoder",
         setup=setup,
         per_step=setup.encoder.reshard == "step" if per_step is None else per_step,
-        values=encoder_values(setup),
-        alike=everyone,
+        values=encoder_values(setup) / tp,
+        alike=everyone[::tp],
         degree=degree,
         groups=(members_of, dict.fromkeys(everyone, everyone)),
         num_layers=sum(shape.layers for shape in shapes.values()),

@@ -12,8 +12,9 @@ from balancer.simulator.build import build_programs
 from balancer.simulator.engine import Timeline, run
 from balancer.simulator.memory import peak_bytes
 from balancer.simulator.program import Kind
+from balancer.simulator.seats import Prepared
 from balancer.simulator.setup import Setup
-from balancer.simulator.strategies import Prepared, strategy_named
+from balancer.simulator.strategies import strategy_named
 from balancer.work import media_flops, sequence_flops
 from omni_pipeline.core.errors import PlanError
 from omni_pipeline.core.plan import Pack, StepPlan

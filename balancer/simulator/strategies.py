@@ -7,33 +7,22 @@ is tuned to a published figure.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from balancer.cost import LLM
-from balancer.simulator.build import Seat, StepWork
-from balancer.simulator.exchanges import Exchange, planned_exchanges
-from balancer.simulator.schedule import Stage, on_demand, upfront
-from balancer.simulator.setup import Setup
-from balancer.simulator.shards import Shards, encoder_shards, llm_shards
-from balancer.simulator.work import Encoding, LlmWork, llm_work, planned_encoding
+from balancer.simulator.bubbles import bubble_filling
+from balancer.simulator.disaggregated import disaggregated
+from balancer.simulator.exchanges import planned_exchanges
+from balancer.simulator.placing import placed_with_shares, places_by_cost
+from balancer.simulator.schedule import Stage, first_stage, on_demand, upfront
+from balancer.simulator.seats import Prepared, all_packs, placed_packs, seats_of, stage_team, step_work
+from balancer.simulator.setup import Setup, profile_of
+from balancer.simulator.shards import encoder_shards, llm_shards
+from balancer.simulator.stage0 import encoders_in_stage_0
+from balancer.simulator.work import PlacedSegment, encode, llm_work, planned_segments
 from omni_pipeline.core.errors import ConfigError
-from omni_pipeline.core.plan import Pack, StepPlan
-from omni_pipeline.core.topology import Topology
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A step, ready to run.
-
-    Args:
-        work: Slots and prices.
-        encoding: Who encodes what.
-    """
-
-    work: StepWork
-    encoding: Encoding
-
+from omni_pipeline.core.plan import StepPlan
 
 Prepare = Callable[[Sequence[StepPlan], Setup], Prepared]
 
@@ -52,14 +41,12 @@ class Strategy:
 
 
 def multiplexed(plans: Sequence[StepPlan], setup: Setup) -> Prepared:
-    """Ours: every rank hosts the encoders, each microbatch is encoded by all ranks just before it is needed.
+    """Ours: every rank hosts the encoders, all ranks encode each microbatch just before it is needed.
 
     Assumes: placement, shares and exchanges are the plan's. Encoders are whole on every rank but for FSDP.
     Rows travel in one exchange per group and microbatch; stage 0 waits for it, other stages go on.
     """
-    fraction = setup.cost_model.forward_fraction(LLM)
-    stages = on_demand(setup.topology.pp, plans[0].num_microbatches, forward_fraction=fraction)
-    return _as_planned(plans, setup, stages)
+    return _multiplexed(plans, setup, planned_segments(plans, setup), _on_demand(plans, setup))
 
 
 def encode_upfront(plans: Sequence[StepPlan], setup: Setup) -> Prepared:
@@ -67,14 +54,97 @@ def encode_upfront(plans: Sequence[StepPlan], setup: Setup) -> Prepared:
 
     Assumes what ``multiplexed`` does; the encoders' activations of all microbatches are kept.
     """
-    return _as_planned(plans, setup, upfront(setup.topology.pp, plans[0].num_microbatches))
+    stages = upfront(setup.topology.pp, plans[0].num_microbatches)
+    return _multiplexed(plans, setup, planned_segments(plans, setup), stages)
 
 
+def without_balancing(plans: Sequence[StepPlan], setup: Setup) -> Prepared:
+    """Ours without any decision by cost: packs run where they fall, nothing is shared by several ranks.
+
+    Assumes: the media of a pack are dealt in their order over all ranks of its replica, one each in turn, as
+    data-parallel encoders without a plan would have them.
+    """
+    dealt: dict[tuple[int, int], int] = {}
+    ranks_of = [setup.topology.ranks_of_replica(replica) for replica in range(setup.topology.num_replicas)]
+    segments = []
+    for item in planned_segments(plans, setup):
+        ranks = ranks_of[item.replica]
+        number = dealt.get((item.replica, item.microbatch), 0)
+        dealt[item.replica, item.microbatch] = number + 1
+        segments.append(item.moved_to(ranks[number % len(ranks)]))
+    return _multiplexed(plans, setup, segments, _on_demand(plans, setup))
+
+
+def average_assignment(plans: Sequence[StepPlan], setup: Setup) -> Prepared:
+    """One static assignment (like Entrain, arXiv 2605.27918): by average costs, never those of the data.
+
+    Assumes: packs run where they fall; in each microbatch of a group every segment counts as long as the mean
+    of its encoder in the profile, and goes to the rank with the least so far, longest first (LPT) over all
+    ranks. Else it is ours: multiplexed, on demand.
+    """
+    mean_s = (setup.profile or profile_of(all_packs(plans), setup.cost_model)).segment_s
+    segments = planned_segments(plans, setup)
+    costs = [mean_s[setup.cost_model.encoder_name(item.segment)] for item in segments]
+    group_of = {replica: plan.group for plan in plans for replica in plan.replicas}
+    num_ranks = len(plans[0].ranks)
+    places = places_by_cost(segments, costs, group_of=group_of, num_places=num_ranks)
+    ranks_of = {plan.group: plan.ranks for plan in plans}
+    moved = [
+        item.moved_to(ranks_of[group_of[item.replica]][place])
+        for item, place in zip(segments, places, strict=True)
+    ]
+    return _multiplexed(plans, setup, moved, _on_demand(plans, setup))
+
+
+def without_multiplexing(plans: Sequence[StepPlan], setup: Setup) -> Prepared:
+    """Ours with encoders on the ranks of stage 0 only; with one stage that is no difference.
+
+    Assumes: packs run where the plan has them; a segment is shared by as many ranks as in the plan; the media
+    of each microbatch of a group are placed by cost, longest first, on the group's ranks of stage 0, which
+    hold the encoders whole but for FSDP. The encoders' work is part of stage 0's slots.
+    """
+    topology, num_microbatches = setup.topology, plans[0].num_microbatches
+    hosts_of = {
+        plan.group: [rank for replica in plan.replicas for rank in stage_team(topology, replica, 0)]
+        for plan in plans
+    }
+    group_of = {replica: plan.group for plan in plans for replica in plan.replicas}
+    segments = placed_with_shares(
+        planned_segments(plans, setup),
+        {replica: hosts_of[group] for replica, group in group_of.items()},
+        setup,
+    )
+    hosts = sorted(rank for ranks in hosts_of.values() for rank in ranks)
+    encoding = encode(segments, setup, hosts=hosts, num_microbatches=num_microbatches)
+    exchanges = {
+        place: replace(item, makers=tuple(hosts_of[place[0]]), owners=tuple(hosts_of[place[0]]))
+        for place, item in planned_exchanges(plans, segments, setup).items()
+    }
+    stages = first_stage(topology.pp, num_microbatches)
+    work = step_work(
+        seats_of(setup, stages, group_of, alone=(0,)),
+        encoding,
+        llm_work(placed_packs(plans), setup, num_microbatches=num_microbatches),
+        setup=setup,
+        exchanges=exchanges,
+        shards=(encoder_shards(setup, hosts), llm_shards(setup)),
+    )
+    return Prepared(work, encoding)
+
+
+NO_PLAN: Mapping[str, Any] = {"enabled": False}
 STRATEGIES: dict[str, Strategy] = {
     "multiplexed": Strategy(multiplexed, {}),
+    "stage0": Strategy(encoders_in_stage_0, NO_PLAN),
+    "disaggregated": Strategy(disaggregated, NO_PLAN),
+    "bubble_filling": Strategy(bubble_filling, NO_PLAN),
+    "static": Strategy(average_assignment, NO_PLAN),
+    "no_multiplexing": Strategy(without_multiplexing, {}),
+    "no_balancing": Strategy(without_balancing, NO_PLAN),
+    "no_lssp": Strategy(multiplexed, {"lssp": {"kind": "off"}}),
     "upfront": Strategy(encode_upfront, {}),
 }
-"""By name."""
+"""By name: ours, the baselines, then ours with a part left out."""
 
 
 def strategy_named(name: str) -> Strategy:
@@ -96,66 +166,25 @@ def plans_for(name: str) -> Mapping[str, Any]:
     return strategy_named(name).balance
 
 
-def placed_packs(plans: Sequence[StepPlan]) -> dict[tuple[int, int], Pack]:
-    """Return the packs of all groups by (replica, microbatch)."""
-    return {(slot.replica, slot.microbatch): plan.packs[slot.pack] for plan in plans for slot in plan.slots}
+def _on_demand(plans: Sequence[StepPlan], setup: Setup) -> Sequence[Stage]:
+    fraction = setup.cost_model.forward_fraction(LLM)
+    return on_demand(setup.topology.pp, plans[0].num_microbatches, forward_fraction=fraction)
 
 
-def stage_team(topology: Topology, replica: int, stage: int) -> tuple[int, ...]:
-    """Return the tp x cp ranks of one stage of a replica."""
-    width = topology.tp * topology.cp
-    start = stage * (topology.world_size // topology.pp) + replica * width
-    return tuple(range(start, start + width))
-
-
-def rank_seats(setup: Setup, stages: Sequence[Stage], exchange_of: Mapping[int, int]) -> tuple[Seat, ...]:
-    """Return a seat for every rank. ``exchange_of``: by replica, whose rows its ranks exchange."""
-    return tuple(
-        Seat((rank,), slots, replica, stage, stage_team(setup.topology, replica, stage), exchange_of[replica])
-        for stage, slots in enumerate(stages)
-        for replica in range(setup.topology.num_replicas)
-        for rank in stage_team(setup.topology, replica, stage)
-    )
-
-
-def step_work(
-    seats: tuple[Seat, ...],
-    encoding: Encoding,
-    llm: LlmWork,
-    *,
-    setup: Setup,
-    exchanges: Mapping[tuple[int, int], Exchange],
-    shards: tuple[Shards | None, Shards],
-) -> StepWork:
-    """Put the prices of a step together. ``shards``: of the encoders, of the LLM."""
-    encoders, model = shards
-    update_s = {}
-    for seat in seats:
-        seconds = model.update_s(setup.hardware) if seat.replica >= 0 else 0.0
-        if encoders and seat.ranks[0] in encoders.members_of:
-            seconds += encoders.update_s(setup.hardware)
-        update_s[seat.ranks[0]] = seconds
-    return StepWork(
-        seats=seats,
-        num_stages=1 + max(seat.stage for seat in seats),
-        llm=llm,
-        parts=encoding.parts,
-        exchanges=exchanges,
-        encoder_shards=encoders,
-        llm_shards=model,
-        update_s=update_s,
-    )
-
-
-def _as_planned(plans: Sequence[StepPlan], setup: Setup, stages: Sequence[Stage]) -> Prepared:
-    encoding = planned_encoding(plans, setup)
+def _multiplexed(
+    plans: Sequence[StepPlan], setup: Setup, segments: Sequence[PlacedSegment], stages: Sequence[Stage]
+) -> Prepared:
+    """Encoders on all ranks, as ``segments`` say who encodes what."""
+    topology, num_microbatches = setup.topology, plans[0].num_microbatches
+    everyone = range(topology.world_size)
+    encoding = encode(segments, setup, hosts=everyone, num_microbatches=num_microbatches)
     group_of = {replica: plan.group for plan in plans for replica in plan.replicas}
     work = step_work(
-        rank_seats(setup, stages, group_of),
+        seats_of(setup, stages, group_of, alone=range(topology.pp)),
         encoding,
-        llm_work(placed_packs(plans), setup, num_microbatches=plans[0].num_microbatches),
+        llm_work(placed_packs(plans), setup, num_microbatches=num_microbatches),
         setup=setup,
-        exchanges=planned_exchanges(plans, setup),
-        shards=(encoder_shards(setup, encoding.hosts), llm_shards(setup)),
+        exchanges=planned_exchanges(plans, segments, setup),
+        shards=(encoder_shards(setup, everyone), llm_shards(setup)),
     )
     return Prepared(work, encoding)

@@ -7,18 +7,20 @@ to encode), that price is taken, so spreading small media thinly costs what it c
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from balancer.cost import LLM, CostModel
+from balancer.layout import SequenceLayout
 from balancer.partition import FloatArray
 from balancer.simulator.network import gather_s, message_s, spread_of
 from balancer.simulator.setup import Setup
 from balancer.split import cut_segment
-from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
+from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.sample import Segment
 from omni_pipeline.core.topology import Topology
 
@@ -77,9 +79,57 @@ class LlmWork:
     num_tokens: FloatArray
 
 
-def segment_of(plan: StepPlan, item: MediaPlacement) -> Segment:
-    """Return the media segment of a placement."""
-    return plan.packs[item.pack].samples[item.sample].segments[item.segment]
+@dataclass(frozen=True, slots=True)
+class PlacedSegment:
+    """One media segment: where its rows go, and who encodes it.
+
+    Args:
+        segment: What is encoded.
+        replica: Of its pack.
+        microbatch: Of its pack.
+        position: First sequence position of its rows.
+        length: Positions of its pack's sequence.
+        ranks: Who encodes it, in the order of their shares.
+        shares: Rows that each of them makes.
+        joined: Whether attention crosses the shares.
+    """
+
+    segment: Segment
+    replica: int
+    microbatch: int
+    position: int
+    length: int
+    ranks: tuple[int, ...]
+    shares: tuple[int, ...]
+    joined: bool = False
+
+    def moved_to(self, *ranks: int) -> PlacedSegment:
+        """Return the segment encoded by ``ranks``: whole by one, or in its shares by as many as now."""
+        if len(ranks) == 1:
+            return replace(self, ranks=ranks, shares=(self.segment.num_rows,), joined=False)
+        return replace(self, ranks=ranks)
+
+
+def planned_segments(plans: Sequence[StepPlan], setup: Setup) -> list[PlacedSegment]:
+    """Return all media segments as the plans place them, by plan, then in its order."""
+    layout = SequenceLayout(setup.topology, setup.seq_len, setup.sequence)
+    found = []
+    for plan in plans:
+        lengths = [layout.length(pack) for pack in plan.packs]
+        for item in plan.media:
+            found.append(
+                PlacedSegment(
+                    segment=plan.packs[item.pack].samples[item.sample].segments[item.segment],
+                    replica=plan.slots[item.pack].replica,
+                    microbatch=item.microbatch,
+                    position=item.position,
+                    length=lengths[item.pack],
+                    ranks=item.ranks,
+                    shares=item.shares,
+                    joined=item.joined,
+                )
+            )
+    return found
 
 
 def llm_work(packs: Mapping[tuple[int, int], Pack], setup: Setup, *, num_microbatches: int) -> LlmWork:
@@ -109,75 +159,46 @@ def llm_work(packs: Mapping[tuple[int, int], Pack], setup: Setup, *, num_microba
     return LlmWork(forward, backward, message, kept, tokens)
 
 
-def planned_encoding(plans: Sequence[StepPlan], setup: Setup) -> Encoding:
-    """Return the encoders' work as the plans place it; every rank runs its encoders in each microbatch."""
-    num_microbatches = plans[0].num_microbatches
-    builder = EncodingBuilder(setup, range(setup.topology.world_size), num_microbatches)
-    for plan in plans:
-        for item in plan.media:
-            builder.add(segment_of(plan, item), item.microbatch, item.ranks, item.shares, joined=item.joined)
-    return builder.encoding()
-
-
-class EncodingBuilder:
-    """Collects who encodes what, then prices it by rank and microbatch.
+def encode(
+    segments: Sequence[PlacedSegment], setup: Setup, *, hosts: Iterable[int], num_microbatches: int
+) -> Encoding:
+    """Return the encoders' work; every host runs its encoders in each microbatch, whatever it has to encode.
 
     Args:
+        segments: Who encodes what.
         setup: The run.
         hosts: Ranks that hold the encoders.
         num_microbatches: Of the step.
     """
-
-    def __init__(self, setup: Setup, hosts: Iterable[int], num_microbatches: int) -> None:
-        self.model = setup.cost_model
-        self.hosts = tuple(hosts)
-        self.num_microbatches = num_microbatches
-        size = (max(self.hosts) + 1, num_microbatches)
-        self._kept = np.zeros(size)
-        self._grids: dict[tuple[int, int], dict[str, list[tuple[int, int, int]]]] = {}
-        self._joined: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
-
-    def add(
-        self,
-        segment: Segment,
-        microbatch: int,
-        ranks: tuple[int, ...],
-        shares: tuple[int, ...],
-        *,
-        joined: bool = False,
-    ) -> None:
-        """Let ``ranks`` encode their ``shares`` (rows) of a segment."""
-        name = self.model.encoder_name(segment)
-        for rank, rows in zip(ranks, shares, strict=True):
-            self._kept[rank, microbatch] += self.model.media_bytes(segment, rows)
-        if joined:
-            split = self.model.split(segment, len(ranks))
-            seconds = max(split.costs) if split else self.model.media_cost(segment) / len(ranks)
-            forward = seconds * self.model.forward_fraction(name)
-            before = self._joined.get((microbatch, ranks), (0.0, 0.0))
-            self._joined[microbatch, ranks] = before[0] + forward, before[1] + seconds - forward
-            return
-        for rank, grid in zip(ranks, _grids(segment, shares, self.model), strict=True):
-            self._grids.setdefault((rank, microbatch), {}).setdefault(name, []).append(grid)
-
-    def encoding(self) -> Encoding:
-        """Return all that was added, priced."""
-        parts: dict[tuple[int, int], list[EncoderPart]] = defaultdict(list)
-        load = np.zeros(self._kept.shape)
-        for (microbatch, ranks), (forward, backward) in sorted(self._joined.items()):
-            part = EncoderPart(ranks, forward, backward)
-            for rank in ranks:
-                parts[rank, microbatch].append(part)
-                load[rank, microbatch] += forward + backward
-        idle = encoder_seconds(self.model, {})
-        for rank in self.hosts:
-            for microbatch in range(self.num_microbatches):
-                grids = self._grids.get((rank, microbatch))
-                forward, backward = encoder_seconds(self.model, grids) if grids else idle
-                parts[rank, microbatch].append(EncoderPart((rank,), forward, backward))
-                load[rank, microbatch] += forward + backward
-        found = {place: tuple(items) for place, items in parts.items()}
-        return Encoding(found, load, self._kept, self.hosts)
+    model, hosts = setup.cost_model, tuple(hosts)
+    kept = np.zeros((setup.topology.world_size, num_microbatches))
+    grids: dict[tuple[int, int], dict[str, list[tuple[int, int, int]]]] = {}
+    joined: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
+    for item in segments:
+        name, microbatch = model.encoder_name(item.segment), item.microbatch
+        for rank, rows in zip(item.ranks, item.shares, strict=True):
+            kept[rank, microbatch] += model.media_bytes(item.segment, rows)
+        if item.joined:
+            forward, backward = _joined_s(item, model)
+            before = joined.get((microbatch, item.ranks), (0.0, 0.0))
+            joined[microbatch, item.ranks] = before[0] + forward, before[1] + backward
+            continue
+        for rank, grid in zip(item.ranks, _grids(item.segment, item.shares, model), strict=True):
+            grids.setdefault((rank, microbatch), {}).setdefault(name, []).append(grid)
+    parts: dict[tuple[int, int], list[EncoderPart]] = defaultdict(list)
+    # Sorted, so that all members of overlapping subgroups have them in one order.
+    for (microbatch, ranks), (forward, backward) in sorted(joined.items()):
+        part = EncoderPart(ranks, forward, backward)
+        for rank in ranks:
+            parts[rank, microbatch].append(part)
+    idle = encoder_seconds(model, {})
+    for place in itertools.product(hosts, range(num_microbatches)):
+        forward, backward = encoder_seconds(model, grids[place]) if place in grids else idle
+        parts[place].append(EncoderPart((place[0],), forward, backward))
+    load = np.zeros(kept.shape)
+    for place, items in parts.items():
+        load[place] = sum(part.forward_s + part.backward_s for part in items)
+    return Encoding({place: tuple(items) for place, items in parts.items()}, load, kept, hosts)
 
 
 def encoder_seconds(
@@ -191,6 +212,14 @@ def encoder_seconds(
         forward += seconds * fraction
         backward += seconds * (1 - fraction)
     return forward, backward
+
+
+def _joined_s(item: PlacedSegment, model: CostModel) -> tuple[float, float]:
+    """Seconds (forward, backward) of the slowest share of a joined segment."""
+    split = model.split(item.segment, len(item.ranks))
+    assert split is not None, f"a plan splits {item.segment.grid} into {item.shares}"
+    forward = max(split.costs) * model.forward_fraction(model.encoder_name(item.segment))
+    return forward, max(split.costs) - forward
 
 
 def _grids(segment: Segment, shares: tuple[int, ...], model: CostModel) -> tuple[tuple[int, int, int], ...]:

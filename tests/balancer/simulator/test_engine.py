@@ -100,7 +100,7 @@ def test_a_circle_of_waits_names_ranks_and_operations() -> None:
 
 def test_two_orders_of_one_stream_are_a_circle_though_nobody_waits() -> None:
     one, two = collective("one", 1, 0, 1), collective("two", 1, 0, 1)
-    with pytest.raises(PlanError, match="rank 0 is at two; rank 1 is at one"):
+    with pytest.raises(PlanError, match="rank 0 is at one; rank 1 is at two"):
         run(programs([one, two], [two, one]))
 
 
