@@ -2,7 +2,7 @@
 
 Seconds are operations and bytes (``balancer.work``) at the rates of a machine (``balancer.hardware``), or,
 where a part has been measured, its fitted cost (``balancer.fitted``). Operations and bytes are whole
-numbers and what follows are divisions, products and sums in a fixed order, so every machine gets the same
+numbers and what follows are divisions, products and exact sums, so every machine and Python gets the same
 float.
 
 Media are priced one by one, as what they add to a microbatch: large kernels run at the best rate, and what
@@ -12,6 +12,7 @@ of an encoder with that constant in it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,14 +22,13 @@ from balancer.shapes import TransformerShape
 from balancer.split import Cut, cut_segment
 from balancer.work import (
     FORWARD_AND_BACKWARD,
-    VALUE_BYTES,
     Part,
     Sizes,
-    activation_bytes,
+    activation_values,
     forward_parts,
     media_sizes,
     sample_sizes,
-    weight_bytes,
+    weight_values,
 )
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.plan import ExchangeKind, Pack
@@ -65,9 +65,10 @@ class CostModel:
         encoder_of: The encoder that reads each media modality.
         hardware: The machine.
         recompute: Whether forwards are done again in the backward instead of keeping activations.
-        row_bytes: Bytes that one embedding row moves, its gradient included; 0 takes twice 2 bytes per
-            value of the LLM's width.
+        row_bytes: Bytes that one embedding row moves, its gradient included; 0 takes two rows of the LLM's
+            width.
         fits: Fitted costs by encoder name, or "llm"; they replace the analytic ones.
+        value_bytes: Of a number in a kernel: 2 in bf16, 4 in fp32.
 
     Raises:
         ConfigError: ``encoder_of`` names an encoder without a shape.
@@ -80,6 +81,7 @@ class CostModel:
     recompute: bool = False
     row_bytes: int = 0
     fits: Mapping[str, FittedCost] = field(default_factory=dict)
+    value_bytes: int = 2
     # Grids repeat, plans ask for thousands; forgotten when it is full.
     _media_s: dict[tuple[str, tuple[int, int, int]], float] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -162,12 +164,14 @@ class CostModel:
         sizes = media_sizes(shape, segment.grid)
         rows = sizes.rows if num_rows is None else num_rows
         positions = sizes.positions if rows == sizes.rows else rows * shape.positions_per_row
-        return activation_bytes(shape, num_positions=positions, num_rows=rows, recompute=self.recompute)
+        kept = activation_values(shape, num_positions=positions, num_rows=rows, recompute=self.recompute)
+        return self.value_bytes * kept
 
     def pack_bytes(self, pack: Pack) -> int:
         """Return the activation bytes of a pack in the LLM, all layers, as if on one rank."""
         num = pack.num_positions
-        return activation_bytes(self.llm, num_positions=num, num_rows=num, recompute=self.recompute)
+        kept = activation_values(self.llm, num_positions=num, num_rows=num, recompute=self.recompute)
+        return self.value_bytes * kept
 
     def transfer_cost(self, *, num_rows: int, num_messages: int) -> float:
         """Return the seconds for a rank to send (or receive) rows in so many messages, all inside a node."""
@@ -212,7 +216,7 @@ class CostModel:
 
     @property
     def _row_bytes(self) -> int:
-        return self.row_bytes or 2 * VALUE_BYTES * self.llm.hidden
+        return self.row_bytes or 2 * self.value_bytes * self.llm.hidden
 
     @property
     def _passes(self) -> int:
@@ -235,7 +239,7 @@ class CostModel:
         if fit:
             return fit.seconds(pairs=sizes.pairs(shape), positions=sizes.positions, segments=1)
         rate = self.hardware.best_flops_per_s
-        return self._passes * sum(self._part_s(part, rate) for part in forward_parts(shape, sizes))
+        return self._passes * math.fsum(self._part_s(part, rate) for part in forward_parts(shape, sizes))
 
     def _kernels_cost(self, name: str, shape: TransformerShape, items: Sequence[Sizes]) -> float:
         """One microbatch of these segments or samples, which share every kernel."""
@@ -252,14 +256,14 @@ class CostModel:
         )
         linear, *others = forward_parts(shape, together)
         rate = self.hardware.attained(positions)
-        linear = Part(linear.flops, linear.num_bytes + weight_bytes(shape))
-        work_s = sum(self._part_s(part, rate) for part in (linear, *others))
+        linear = Part(linear.flops, linear.values + weight_values(shape))
+        work_s = math.fsum(self._part_s(part, rate) for part in (linear, *others))
         starts_s = shape.layers * KERNELS_PER_LAYER * self.hardware.kernel_s
         # The host starts kernels ahead of the device: whichever of the two is slower sets the pace.
         return self._passes * max(work_s, starts_s)
 
     def _part_s(self, part: Part, flops_per_s: float) -> float:
-        return max(part.flops / flops_per_s, part.num_bytes / self.hardware.hbm_bytes_per_s)
+        return max(part.flops / flops_per_s, self.value_bytes * part.values / self.hardware.hbm_bytes_per_s)
 
     def _joined_costs(self, name: str, grid: tuple[int, int, int], cut: Cut) -> tuple[float, ...]:
         """Own rows through the linear layers, a share of the heads through attention, exchanges between."""
@@ -275,6 +279,6 @@ class CostModel:
     def _ulysses_s(self, shape: TransformerShape, num_positions: int, degree: int) -> float:
         """Exchanges inside a node around all attention; a backward exchanges what a forward does."""
         values = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * num_positions
-        sent = VALUE_BYTES * values * (degree - 1) // degree
+        sent = self.value_bytes * values * (degree - 1) // degree
         seconds = sent / self.hardware.node_bytes_per_s + ULYSSES_EXCHANGES * self.hardware.node_latency_s
         return (2 + self.recompute) * shape.layers * seconds

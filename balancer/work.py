@@ -1,10 +1,10 @@
-"""Operations and bytes of packs and media, as whole numbers: the analytic side of the costs.
+"""Operations and memory traffic of packs and media, as whole numbers: the analytic side of the costs.
 
 A forward is five parts, each of kernels alike: matrix products, attention over whole segments, attention in
 windows, elementwise work (norms, activations, residuals), and the layers behind the last block. Every part
-has operations and bytes of memory traffic; whichever takes longer is its time (roofline, Williams 2009). A
-backward is twice a forward in both: each matrix product has two. Values are bf16; attention keeps its
-scores on chip (FlashAttention, Dao 2022), so its bytes are those of queries, keys, values and outputs.
+has operations and values that memory moves; whichever takes longer is its time (roofline, Williams 2009). A
+backward is twice a forward in both: each matrix product has two. Attention keeps its scores on chip
+(FlashAttention, Dao 2022), so memory moves its queries, keys, values and outputs only.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 from balancer.shapes import TransformerShape, position_grid
 
-VALUE_BYTES = 2
 FORWARD_AND_BACKWARD = 3
 
 
@@ -46,11 +45,11 @@ class Part:
 
     Args:
         flops: Floating-point operations.
-        num_bytes: Bytes read and written, without weights.
+        values: Numbers read and written, without weights.
     """
 
     flops: int
-    num_bytes: int
+    values: int
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -86,11 +85,11 @@ def forward_parts(shape: TransformerShape, sizes: Sizes) -> tuple[Part, ...]:
     values = _values_per_position(shape)
     output_values = sum(shape.output_widths[:-1]) + sum(shape.output_widths[1:])
     return (
-        Part(2 * shape.matrix_values * sizes.positions, VALUE_BYTES * values.linear * sizes.positions),
+        Part(2 * shape.matrix_values * sizes.positions, values.linear * sizes.positions),
         _attention(shape, shape.layers - windowed, sizes.full_pairs, sizes.positions),
         _attention(shape, windowed, sizes.window_pairs, sizes.positions),
-        Part(0, VALUE_BYTES * values.elementwise * sizes.positions),
-        Part(2 * shape.output_values * sizes.rows, VALUE_BYTES * output_values * sizes.rows),
+        Part(0, values.elementwise * sizes.positions),
+        Part(2 * shape.output_values * sizes.rows, output_values * sizes.rows),
     )
 
 
@@ -105,13 +104,13 @@ def sequence_flops(shape: TransformerShape, num_tokens: int) -> int:
     return FORWARD_AND_BACKWARD * sum(part.flops for part in forward_parts(shape, sample_sizes(num_tokens)))
 
 
-def weight_bytes(shape: TransformerShape) -> int:
-    """Return the bytes of all matrices, which a forward reads once."""
-    return VALUE_BYTES * (shape.matrix_values + shape.output_values)
+def weight_values(shape: TransformerShape) -> int:
+    """Return the numbers of all matrices, which a forward reads once."""
+    return shape.matrix_values + shape.output_values
 
 
-def activation_bytes(shape: TransformerShape, *, num_positions: int, num_rows: int, recompute: bool) -> int:
-    """Return the bytes that a forward keeps for its backward.
+def activation_values(shape: TransformerShape, *, num_positions: int, num_rows: int, recompute: bool) -> int:
+    """Return the numbers that a forward keeps for its backward.
 
     With recomputation only the input of every layer is kept, and what one layer keeps while it is done again.
     The logits of an LLM are not kept (its loss runs in chunks).
@@ -121,7 +120,7 @@ def activation_bytes(shape: TransformerShape, *, num_positions: int, num_rows: i
     layer = 4 * shape.hidden + heads + 2 * shape.heads + (3 if shape.gated else 2) * shape.ffn
     layers = shape.layers * shape.hidden + layer if recompute else shape.layers * layer
     output = sum(shape.output_widths[:-1])
-    return VALUE_BYTES * ((layers + shape.input_dim) * num_positions + output * num_rows)
+    return (layers + shape.input_dim) * num_positions + output * num_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +147,7 @@ def _attention(shape: TransformerShape, layers: int, pairs: int, positions: int)
     """Two products of two operations per pair and head; a causal kernel skips half of the pairs."""
     flops = layers * pairs * 4 * shape.heads * shape.head_dim
     values = layers * positions * 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    return Part(flops // 2 if shape.causal else flops, VALUE_BYTES * values)
+    return Part(flops // 2 if shape.causal else flops, values)
 
 
 def _sum_of_squares(length: int, window: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,22 +78,21 @@ class Part:
 
         Args:
             microbatches: Segments of each, smallest microbatch first.
-            budget_s: Seconds; nothing new is begun after them. The first turn of each is no measurement.
+            budget_s: Seconds; nothing is begun that would go beyond them, were it as long as the last one.
             progress: Told after every turn.
         """
         end = time.perf_counter() + budget_s
         found: list[list[tuple[float, float]]] = [[] for _ in microbatches]
-        turns = self._turns(len(microbatches))
-        for number, index in enumerate(turns):
+        self.run(microbatches[0])
+        for number, index in enumerate(list(range(len(microbatches))) * MAX_ROUNDS):
             started = time.perf_counter()
             found[index].append(self.run(microbatches[index]))
             if progress is not None:
                 left = max(0.0, end - time.perf_counter()) / max(budget_s, 1e-9)
-                progress(self.name, max(1 - left, (number + 1) / (len(microbatches) * (MAX_ROUNDS + 1))))
-            # A turn takes about as long as the last one of its size.
+                progress(self.name, max(1 - left, (number + 1) / (len(microbatches) * MAX_ROUNDS)))
             if 2 * time.perf_counter() - started > end:
                 break
-        measured = zip(microbatches, (times[1:] for times in found), strict=True)
+        measured = zip(microbatches, found, strict=True)
         return [_median(grids, times) for grids, times in measured if times]
 
     def run(self, grids: Sequence[Grid]) -> tuple[float, float]:
@@ -107,14 +106,6 @@ class Part:
         torch.autograd.backward(out, torch.ones_like(out))
         self._wait()
         return between - started, self._clock() - between
-
-    @staticmethod
-    def _turns(num: int) -> Iterator[int]:
-        """Each twice, one after the other; then all in turns."""
-        for index in range(num):
-            yield from (index, index)
-        for _ in range(MAX_ROUNDS - 1):
-            yield from range(num)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
@@ -206,5 +197,7 @@ def _spread(low: float, high: float) -> list[int]:
 
 
 def _median(grids: tuple[Grid, ...], times: Sequence[tuple[float, float]]) -> PartTime:
-    forward, backward = zip(*times, strict=True)
-    return PartTime(grids, statistics.median(forward), statistics.median(backward), len(times))
+    # The first of a size finds its memory and kernels cold.
+    warm = times[1:] if len(times) > 2 else times
+    forward, backward = zip(*warm, strict=True)
+    return PartTime(grids, statistics.median(forward), statistics.median(backward), len(warm))

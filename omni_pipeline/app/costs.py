@@ -30,6 +30,7 @@ def cost_model(config: RunConfig) -> CostModel:
         encoder_of=ENCODER_OF,
         hardware=load_hardware(config.balance.hardware),
         fits=load_fits(path, shapes=shapes, precision=config.run.precision) if path else {},
+        value_bytes={"fp32": 4, "bf16": 2}[config.run.precision],
     )
 
 
