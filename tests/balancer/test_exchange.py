@@ -138,7 +138,7 @@ def test_without_messages_to_pay_the_exact_exchange_is_chosen() -> None:
 
 @given(st.sampled_from(["exact", "symmetric", "two_level"]), st.integers(0, 10**6))
 def test_a_setting_decides_the_kind(kind: ExchangeKind, rows: int) -> None:
-    pricer = ExchangePricer(cost_model(), NODES, setting=kind)
+    pricer = ExchangePricer(busy_links(latency_s=1e-5), NODES, setting=kind)
     chosen, seconds = pricer.choose(*_spread(rows))
     assert chosen == kind
     assert seconds == pricer.seconds(kind, *_spread(rows))
