@@ -27,6 +27,13 @@ def check_plan(plan: StepPlan, topology: Topology) -> None:
         raise PlanError(f"plan has {len(plan.ranks)} ranks that are not those of its group", where=where)
     if plan.replicas != topology.replicas_of_group(plan.group):
         raise PlanError(f"plan has replicas {plan.replicas} that are not those of its group", where=where)
+    if len(plan.exchanges) != plan.num_microbatches:
+        raise PlanError(
+            f"{len(plan.exchanges)} exchanges for {plan.num_microbatches} microbatches, not one each",
+            where=where,
+        )
+    if "two_level" in plan.exchanges and not topology.rails_of_group(plan.group):
+        raise PlanError("an exchange of two hops in a group without rails", where=where)
     _check_slots(plan, where)
     _check_media_places(plan, where)
     _check_shares(plan, topology, where)

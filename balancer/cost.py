@@ -173,11 +173,6 @@ class CostModel:
         kept = activation_values(self.llm, num_positions=num, num_rows=num, recompute=self.recompute)
         return self.value_bytes * kept
 
-    def transfer_cost(self, *, num_rows: int, num_messages: int) -> float:
-        """Return the seconds for a rank to send (or receive) rows in so many messages, all inside a node."""
-        hardware = self.hardware
-        return self._row_bytes * num_rows / hardware.node_bytes_per_s + num_messages * hardware.node_latency_s
-
     def exchange_cost(
         self,
         kind: ExchangeKind,

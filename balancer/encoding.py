@@ -14,8 +14,8 @@ import numpy as np
 
 from balancer.partition import FloatArray, IntArray, bin_loads
 
-# (rows, messages) of the busiest rank -> time, in the unit of the costs.
-TransferTime = Callable[[int, int], float]
+# (maker, owner, rows) of every run of rows -> time of their exchange, in the unit of the costs.
+ExchangePrice = Callable[[IntArray, IntArray, IntArray], float]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,22 +154,13 @@ def makespan(load: MediaLoad, encoding: Encoding) -> float:
     return float(member_loads(load, encoding).max(initial=0.0))
 
 
-def exchange_time(load: MediaLoad, encoding: Encoding, transfer: TransferTime) -> float:
-    """Return the time of the busiest member to send or receive its rows."""
-    sender, owner, rows = travel(load, encoding)
-    away = sender != owner
-    if not away.any():
-        return 0.0
-    sender, owner, rows = sender[away], owner[away], rows[away]
-    links = np.unique(sender * load.num_members + owner)
-    busiest_rows = max(int(np.bincount(end, weights=rows).max()) for end in (sender, owner))
-    ends = (links // load.num_members, links % load.num_members)
-    busiest_messages = max(int(np.bincount(end).max()) for end in ends)
-    return transfer(busiest_rows, busiest_messages)
+def exchange_time(load: MediaLoad, encoding: Encoding, price: ExchangePrice) -> float:
+    """Return the time of the exchange that takes all rows to their owners."""
+    return price(*travel(load, encoding))
 
 
 def travel(load: MediaLoad, encoding: Encoding) -> tuple[IntArray, IntArray, IntArray]:
-    """Return (sender, owner, rows) of every run of rows, int64 [runs] each, those that stay included.
+    """Return (maker, owner, rows) of every run of rows, int64 [runs] each, those that stay included.
 
     A run is a piece of a segment, cut where a share ends.
     """

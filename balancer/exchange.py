@@ -114,6 +114,8 @@ class ExchangePricer:
             relay = self.nodes.relay(maker, owner)
             near = _busiest(maker, relay, rows, num_members)
             far = _busiest(relay, owner, rows, num_members)
+        elif len(self.nodes.counts) == 1:
+            near, far = _busiest(maker, owner, rows, num_members), (0, 0)
         else:
             same = node[maker] == node[owner]
             near = _busiest(maker[same], owner[same], rows[same], num_members)
@@ -134,11 +136,12 @@ class ExchangePricer:
 def _busiest(sender: IntArray, receiver: IntArray, rows: IntArray, num_members: int) -> tuple[int, int]:
     """Return the most rows and the most messages that one member sends or receives."""
     away = sender != receiver
-    links, inverse = np.unique((sender * num_members + receiver)[away], return_inverse=True)
-    if not len(links):
+    if not away.all():
+        sender, receiver, rows = sender[away], receiver[away], rows[away]
+    if not len(rows):
         return 0, 0
-    link_rows = np.bincount(inverse, weights=rows[away])
+    links = np.unique(sender * num_members + receiver)
+    most_rows = max(int(np.bincount(end, weights=rows).max()) for end in (sender, receiver))
     ends = links // num_members, links % num_members
-    most_rows = max(int(np.bincount(end, weights=link_rows).max()) for end in ends)
     most_messages = max(int(np.bincount(end).max()) for end in ends)
     return most_rows, most_messages

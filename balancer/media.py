@@ -16,8 +16,8 @@ import numpy as np
 
 from balancer.encoding import (
     Encoding,
+    ExchangePrice,
     MediaLoad,
-    TransferTime,
     exchange_time,
     fits,
     main_owners,
@@ -35,23 +35,23 @@ NEAR_ENOUGH = 1.01
 
 
 def place_media(
-    load: MediaLoad, transfer: TransferTime, *, forced: IntArray | None = None, search: bool = True
+    load: MediaLoad, price: ExchangePrice, *, forced: IntArray | None = None, search: bool = True
 ) -> Encoding | None:
     """Return who encodes each segment, or None if no placement was found that keeps the cap.
 
     Unless segments are forced long, or home breaks the cap, the makespan is never above that of home, nor
-    makespan plus exchange above what they are without sharing. With free transfers and no cap the makespan is
+    makespan plus exchange above what they are without sharing. With free exchanges and no cap the makespan is
     within the bound of LPT.
 
     Args:
         load: The segments of a microbatch.
-        transfer: Time of the exchange.
+        price: Time of an exchange.
         forced: int64 [n]; least degree of each segment; None is 1.
         search: Whether others may become long too.
     """
     if forced is None:
         forced = np.ones(len(load.costs), dtype=np.int64)
-    best = _Best(load, transfer)
+    best = _Best(load, price)
     home = whole(load.home)
     if (forced == 1).all() and fits(load, home):
         best.limit = makespan(load, home)
@@ -76,9 +76,9 @@ def place_media(
 class _Best:
     """The best placement offered so far."""
 
-    def __init__(self, load: MediaLoad, transfer: TransferTime) -> None:
+    def __init__(self, load: MediaLoad, price: ExchangePrice) -> None:
         self.load = load
-        self.transfer = transfer
+        self.price = price
         self.limit = np.inf
         self.encoding: Encoding | None = None
         self.time = self.makespan = np.inf
@@ -88,7 +88,7 @@ class _Best:
         reached = makespan(self.load, encoding)
         if reached > self.limit or reached >= self.time or not fits(self.load, encoding):
             return
-        time = reached + exchange_time(self.load, encoding, self.transfer)
+        time = reached + exchange_time(self.load, encoding, self.price)
         if time < self.time:
             self.encoding, self.time, self.makespan = encoding, time, reached
 

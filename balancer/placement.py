@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
-from balancer.encoding import Encoding, MediaLoad, exchange_time, fits, makespan, whole
+from balancer.encoding import Encoding, MediaLoad, fits, makespan, travel, whole
 from balancer.media import place_media
 from balancer.partition import IntArray
 from balancer.reorder import PackPlacement, packs_by_cost, packs_in_order, step_makespan
-from balancer.step_inputs import StepInputs, media_loads, transfer_ticks
+from balancer.step_inputs import StepInputs, choose_exchange, media_loads
 from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.plan import ExchangeKind
 
 # (segments of the step, their load) -> who encodes them; None if the memory cap cannot be kept.
 EncodingChoice = Callable[[IntArray, MediaLoad], Encoding | None]
@@ -21,10 +21,15 @@ EncodingChoice = Callable[[IntArray, MediaLoad], Encoding | None]
 
 @dataclass(frozen=True, slots=True)
 class StepPlacement:
-    """One way to run the step; ``encoding`` says who encodes each segment of the step."""
+    """One way to run the step.
+
+    ``encoding`` says who encodes each segment of the step, ``exchanges`` how rows travel in each microbatch
+    that has media; times are sums over the microbatches.
+    """
 
     packs: PackPlacement
     encoding: Encoding
+    exchanges: dict[int, ExchangeKind]
     encoder_ticks: float
     exchange_ticks: float
     llm_ticks: float
@@ -69,10 +74,13 @@ def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlaceme
         packs_by_cost(costs, costs, num_replicas),
         packs_by_cost(costs + media_of_pack / len(inputs.ranks), costs, num_replicas),
     )
-    transfer, search = functools.partial(transfer_ticks, inputs), inputs.lssp.kind == "auto"
+    search = inputs.lssp.kind == "auto"
+
+    def price(maker: IntArray, owner: IntArray, rows: IntArray) -> float:
+        return choose_exchange(inputs, maker, owner, rows)[1]
 
     def choose(items: IntArray, load: MediaLoad) -> Encoding | None:
-        return place_media(load, transfer, forced=inputs.forced[items], search=search)
+        return place_media(load, price, forced=inputs.forced[items], search=search)
 
     found = [choice for packs in placements if (choice := _with_media(inputs, packs, choose)) is not None]
     if not found:
@@ -97,21 +105,24 @@ def does_not_fit(inputs: StepInputs) -> ConfigError:
 
 def _with_media(inputs: StepInputs, packs: PackPlacement, choose: EncodingChoice) -> StepPlacement | None:
     """The packs with their media encoded as chosen in each microbatch; None if one finds no choice."""
-    transfer = functools.partial(transfer_ticks, inputs)
+    exchanges: dict[int, ExchangeKind] = {}
     members = np.zeros(len(inputs.media), dtype=np.int64)
     degrees = np.ones(len(inputs.media), dtype=np.int64)
-    encoder_ticks = exchange_ticks = 0.0
+    encoder_total = exchange_total = 0.0
     for items, load in media_loads(inputs, packs):
         encoding = choose(items, load)
         if encoding is None:
             return None
         members[items], degrees[items] = encoding.members, encoding.degrees
-        encoder_ticks += makespan(load, encoding)
-        exchange_ticks += exchange_time(load, encoding, transfer)
+        encoder_total += makespan(load, encoding)
+        kind, ticks = choose_exchange(inputs, *travel(load, encoding))
+        exchange_total += ticks
+        exchanges[int(packs.microbatches[inputs.media_packs[items[0]]])] = kind
     return StepPlacement(
         packs=packs,
         encoding=Encoding(members, degrees),
-        encoder_ticks=encoder_ticks,
-        exchange_ticks=exchange_ticks,
+        exchanges=exchanges,
+        encoder_ticks=encoder_total,
+        exchange_ticks=exchange_total,
         llm_ticks=step_makespan(inputs.pack_costs, packs.microbatches),
     )

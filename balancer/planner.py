@@ -16,8 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from balancer.check import check_memory, check_plan
 from balancer.cost import CostModel
+from balancer.exchange import ExchangePricer, ExchangeSetting
 from balancer.layout import SequenceKind, SequenceLayout
 from balancer.lssp import LsspConfig
+from balancer.nodes import group_nodes
 from balancer.partition import FloatArray
 from balancer.placement import StepPlacement, does_not_fit, keeps_cap, place_balanced, place_in_order
 from balancer.reorder import PackPlacement, lanes_of_group, num_microbatches
@@ -47,6 +49,12 @@ class BalanceConfig(BaseModel):
         "node",
         description="Replicas that balance together: 'none' (each alone), 'node' (the most that fit in a "
         "node and divide the replicas of the run), 'all', a number (at least 1), or { nodes = k }.",
+    )
+    exchange: ExchangeSetting = Field(
+        "auto",
+        description="How rows travel to their owners: 'exact' (one all-to-all), 'symmetric' (a buffer summed "
+        "over the group), 'two_level' (inside nodes, then between them), or 'auto', in each microbatch the "
+        "quickest in the model (docs/reshard.md).",
     )
     lssp: LsspConfig = LsspConfig()
     encoder_memory_bytes: int = Field(
@@ -110,7 +118,8 @@ class GroupPlanner:
         sequence: How the ranks of a replica own its positions; see ``balancer.layout``.
 
     Raises:
-        ConfigError: The lanes do not divide the packs, or the cost model uses an encoder not in ``encoders``.
+        ConfigError: The lanes do not divide the packs, the cost model uses an encoder not in ``encoders``, or
+            the groups do not have the kind of exchange that ``config`` asks for.
     """
 
     def __init__(
@@ -142,6 +151,8 @@ class GroupPlanner:
         self.num_lanes = num_lanes
         self.packs_per_step = packs_per_step
         self.encoders = encoders
+        # All groups are alike, so a kind that does not fit is told before the first plan.
+        ExchangePricer(cost_model, group_nodes(topology, 0), config.exchange)
         self.layout = SequenceLayout(topology, seq_len, sequence)
         self.num_microbatches = num_microbatches(num_lanes, packs_per_step // num_lanes, topology)
 
@@ -162,6 +173,7 @@ class GroupPlanner:
             layout=self.layout,
             lssp=self.config.lssp if self.config.enabled else LsspConfig(kind="off"),
             encoder_memory_bytes=self.config.encoder_memory_bytes,
+            exchange=self.config.exchange,
         )
         unbalanced = place_in_order(inputs)
         chosen = place_balanced(inputs, unbalanced) if self.config.enabled else unbalanced
@@ -176,7 +188,7 @@ class GroupPlanner:
             packs=inputs.packs,
             slots=_slots(inputs, chosen.packs),
             media=_media(inputs, chosen),
-            exchanges=(EXACT,) * self.num_microbatches,
+            exchanges=tuple(chosen.exchanges.get(index, EXACT) for index in range(self.num_microbatches)),
             encoder_balance=_balance(
                 inputs.media_costs, len(inputs.ranks), unbalanced.encoder_ticks, chosen.encoder_ticks
             ),
@@ -210,7 +222,7 @@ class GroupPlanner:
             self.topology,
             cost_model=self.cost_model,
             # It may break caps that the plan keeps: it is what would be done without them.
-            config=BalanceConfig(enabled=False),
+            config=BalanceConfig(enabled=False, exchange=self.config.exchange),
             num_lanes=self.num_lanes,
             packs_per_step=self.packs_per_step,
             encoders=self.encoders,

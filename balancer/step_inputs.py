@@ -15,13 +15,15 @@ import numpy as np
 
 from balancer.cost import CostModel
 from balancer.encoding import MediaLoad, Shares, ShareTable, subgroups
+from balancer.exchange import ExchangePricer, ExchangeSetting
 from balancer.layout import RowPieces, SequenceLayout
 from balancer.lssp import LsspConfig, forced_degrees
+from balancer.nodes import group_nodes
 from balancer.partition import FloatArray, IntArray
 from balancer.reorder import PackPlacement
 from balancer.reshard import media_positions
 from omni_pipeline.core.errors import ConfigError
-from omni_pipeline.core.plan import Pack
+from omni_pipeline.core.plan import ExchangeKind, Pack
 from omni_pipeline.core.sample import Segment
 
 # Below 2^53 ticks (25 hours of modelled time in a group and step) sums are exact.
@@ -55,7 +57,7 @@ class StepInputs:
         media_costs: float64 [media], ticks that one rank needs.
         media_bytes: float64 [media], activations that one rank keeps for the backward; zeros without a cap.
         pieces: The rows of the media, cut where their owner changes.
-        cost_model: Prices transfers.
+        pricer: Chooses and prices exchanges.
         subgroups: By degree, the members that may share a segment; see ``MediaLoad``.
         shares: How the media divide.
         forced: int64 [media]; least degree of each.
@@ -74,7 +76,7 @@ class StepInputs:
     media_costs: FloatArray
     media_bytes: FloatArray
     pieces: RowPieces
-    cost_model: CostModel
+    pricer: ExchangePricer
     subgroups: dict[int, IntArray]
     shares: ShareTable
     forced: IntArray
@@ -90,12 +92,13 @@ def step_inputs(
     layout: SequenceLayout,
     lssp: LsspConfig,
     encoder_memory_bytes: int,
+    exchange: ExchangeSetting,
 ) -> StepInputs:
     """Return the arrays of a step.
 
     Raises:
         ConfigError: A segment of a modality that no encoder reads, or one that is above the memory cap
-            however it is shared.
+            however it is shared; an exchange that the group does not have.
     """
     topology = layout.topology
     replicas, ranks = topology.replicas_of_group(group), topology.ranks_of_group(group)
@@ -126,7 +129,7 @@ def step_inputs(
             np.asarray([item.num_rows for item in media], dtype=np.int64),
             lengths[media_packs],
         ),
-        cost_model=cost_model,
+        pricer=ExchangePricer(cost_model, group_nodes(topology, group), exchange),
         subgroups={degree: found for degree, found in groups.items() if len(found)},
         shares=_share_table(segments, cost_model),
         forced=np.ones(len(media), dtype=np.int64),
@@ -144,10 +147,12 @@ def media_loads(inputs: StepInputs, packs: PackPlacement) -> Iterator[tuple[IntA
         yield items, _media_load(inputs, packs, items)
 
 
-def transfer_ticks(inputs: StepInputs, num_rows: int, num_messages: int) -> float:
-    """Return the time of the busiest rank's exchange, whole ticks."""
-    seconds = inputs.cost_model.transfer_cost(num_rows=num_rows, num_messages=num_messages)
-    return float(round(seconds * TICKS_PER_S))
+def choose_exchange(
+    inputs: StepInputs, maker: IntArray, owner: IntArray, rows: IntArray
+) -> tuple[ExchangeKind, float]:
+    """Return how these rows travel and the whole ticks that it takes; see ``ExchangePricer.choose``."""
+    kind, seconds = inputs.pricer.choose(maker, owner, rows)
+    return kind, float(round(seconds * TICKS_PER_S))
 
 
 def _num_bytes(segments: Sequence[Segment], cost_model: CostModel | None) -> FloatArray:

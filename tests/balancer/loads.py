@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import numpy as np
 
-from balancer.encoding import MediaLoad, Shares, ShareTable, subgroups
+from balancer.encoding import ExchangePrice, MediaLoad, Shares, ShareTable, subgroups
 from balancer.lssp import DEGREES
+from balancer.partition import IntArray
 
 BYTES_PER_ROW = 10
 
 
-def free(num_rows: int, num_messages: int) -> float:
+def free(maker: IntArray, owner: IntArray, rows: IntArray) -> float:
     """A network that takes no time."""
     return 0.0
+
+
+def busiest(maker: IntArray, owner: IntArray, rows: IntArray) -> tuple[int, int]:
+    """Return the most rows and the most messages that one member sends or receives."""
+    sent: collections.Counter[tuple[str, int]] = collections.Counter()
+    links = set()
+    for source, target, count in zip(maker.tolist(), owner.tolist(), rows.tolist(), strict=True):
+        if source != target:
+            sent["sent", source] += count
+            sent["received", target] += count
+            links.add((source, target))
+    ends = (collections.Counter(link[end] for link in links) for end in (0, 1))
+    return max(sent.values(), default=0), max(max(end.values(), default=0) for end in ends)
+
+
+def network(per_row: float, per_message: float) -> ExchangePrice:
+    """A network with these prices for the rows and messages of its busiest member."""
+
+    def price(maker: IntArray, owner: IntArray, rows: IntArray) -> float:
+        num_rows, num_messages = busiest(maker, owner, rows)
+        return num_rows * per_row + num_messages * per_message
+
+    return price
 
 
 def even_shares(costs: Sequence[float], rows: Sequence[int], *, overhead: float = 0.0) -> ShareTable:

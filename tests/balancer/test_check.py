@@ -71,6 +71,8 @@ def test_bytes_above_a_cap_are_caught() -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (lambda plan: {"exchanges": ()}, "0 exchanges for 1 microbatches, not one each"),
+        (lambda plan: {"exchanges": ("two_level",)}, "an exchange of two hops in a group without rails"),
         (lambda plan: {"slots": plan.slots[:1]}, "1 slots for 2 packs, not one each"),
         (
             lambda plan: {"slots": (plan.slots[0], dataclasses.replace(plan.slots[0], pack=1))},

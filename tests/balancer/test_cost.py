@@ -114,12 +114,6 @@ def test_media_are_priced_by_the_encoder_of_their_modality() -> None:
     assert MODEL.encoder_name(sound) == "audio"
 
 
-def test_a_transfer_costs_bytes_there_and_back_and_messages() -> None:
-    # 8 values of 2 bytes, and as much for the gradient.
-    assert MODEL.transfer_cost(num_rows=10, num_messages=3) == pytest.approx(10 * 32 / 1e3 + 1.5)
-    assert MODEL.transfer_cost(num_rows=0, num_messages=0) == 0
-
-
 def test_a_modality_without_encoder_says_so() -> None:
     model = CostModel(
         encoders={"vision": VISION},

@@ -18,7 +18,7 @@ from balancer.encoding import (
     travel,
     whole,
 )
-from tests.balancer.loads import media_load, media_loads
+from tests.balancer.loads import busiest, media_load, media_loads, network
 
 
 def test_subgroups_are_aligned_runs_inside_a_node() -> None:
@@ -91,22 +91,15 @@ def test_a_share_adds_to_its_own_member_only() -> None:
     assert fits(media_load([12.0, 5.0], num_members=4, rows=[6, 2]), whole(np.asarray([2, 2])))
 
 
-def test_exchange_counts_rows_and_messages_of_the_busiest_rank() -> None:
+def test_rows_travel_from_the_share_that_makes_them() -> None:
     pieces = [(0, 1, 3), (1, 1, 4), (2, 0, 5), (2, 2, 6)]
     load = media_load([1.0, 1.0, 1.0], num_members=3, rows=[3, 4, 11], pieces=pieces)
-    seen = []
-
-    def transfer(num_rows: int, num_messages: int) -> float:
-        seen.append((num_rows, num_messages))
-        return 1.0
-
-    assert exchange_time(load, whole(load.home), transfer) == 1.0
     # Rank 0 sends 3 + 4 to rank 1 and 6 to rank 2; its own 5 rows do not travel.
-    assert seen == [(13, 2)]
+    assert busiest(*travel(load, whole(load.home))) == (13, 2)
     # Ranks 0 and 1 share the last one, 6 and 5 rows: rank 0 has 1 row of rank 2, rank 1 the other 5.
     shared = Encoding(np.asarray([1, 1, 0]), np.asarray([1, 1, 2]))
-    assert exchange_time(load, shared, transfer) == 1.0
-    assert seen[1] == (6, 2)
+    assert busiest(*travel(load, shared)) == (6, 2)
+    assert exchange_time(load, shared, network(10.0, 1.0)) == 62.0
 
 
 def test_main_owners_own_most_rows_and_home_where_there_are_none() -> None:

@@ -23,8 +23,9 @@ from omni_pipeline.core.reshard import AllToAll
 from omni_pipeline.core.topology import Topology
 from tests.balancer.exchanges import scope_ranks
 from tests.balancer.test_reshard import exchanges
-from tests.balancer.worlds import ENCODERS, cost_model
+from tests.balancer.worlds import ENCODERS, LSSP, Step, cost_model, image_pack, steps
 
+KINDS: tuple[ExchangeKind, ...] = ("exact", "symmetric", "two_level")
 NODES = group_nodes(Topology(8, ranks_per_node=4), 0)
 
 
@@ -136,7 +137,7 @@ def test_without_messages_to_pay_the_exact_exchange_is_chosen() -> None:
     assert pricer.choose(*_spread(1))[0] == "exact"
 
 
-@given(st.sampled_from(["exact", "symmetric", "two_level"]), st.integers(0, 10**6))
+@given(st.sampled_from(KINDS), st.integers(0, 10**6))
 def test_a_setting_decides_the_kind(kind: ExchangeKind, rows: int) -> None:
     pricer = ExchangePricer(busy_links(latency_s=1e-5), NODES, setting=kind)
     chosen, seconds = pricer.choose(*_spread(rows))
@@ -156,3 +157,53 @@ def test_two_hops_are_refused_where_a_group_has_no_rails() -> None:
     with pytest.raises(ConfigError, match=re.escape("has 1, 2 ranks in its nodes")):
         ExchangePricer(cost_model(), uneven, setting="two_level")
     assert ExchangePricer(cost_model(), uneven).kinds == ("exact", "symmetric")
+
+
+@settings(max_examples=60)
+@given(steps(), st.booleans(), st.sampled_from([1e2, 1e6, 1e12]), st.sampled_from([0.0, 1e-6, 1e-2]))
+def test_a_plan_stores_the_quickest_exchange_of_every_microbatch(
+    step: Step, share: bool, bytes_per_s: float, latency_s: float
+) -> None:
+    model = cost_model(bytes_per_s=bytes_per_s, latency_s=latency_s)
+    planner = step.planner(model=model, lssp=LSSP if share else None)
+    for group in range(step.topology.num_groups):
+        plan = planner.plan(step.packs_of(group), step=0, group=group)
+        pricer = ExchangePricer(model, group_nodes(step.topology, group))
+        for microbatch, kind in enumerate(plan.exchanges):
+            routes = build_routes(plan, microbatch=microbatch, layout=planner.layout, encoders=ENCODERS)
+            assert kind == pricer.choose(routes.maker, routes.owner, routes.rows)[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plans_keep_to_the_kind_that_is_set(kind: ExchangeKind) -> None:
+    packs = (image_pack(0, num_images=8), image_pack(1, num_images=1))
+    step = Step(Topology(4, ranks_per_node=2), 4, 2, packs)
+    plan = step.planner(exchange=kind).plan(packs, step=0, group=0)
+    assert _moved(plan)
+    assert plan.exchanges == (kind, "exact")
+    unbalanced = step.planner(exchange=kind).unbalanced(plan)
+    assert unbalanced.exchanges == (kind, "exact")
+
+
+def test_a_planner_refuses_an_exchange_that_its_groups_do_not_have() -> None:
+    step = Step(Topology(8, replicas_per_group=4, ranks_per_node=4), 2, 1, ())
+    with pytest.raises(
+        ConfigError, match=r"balance\.exchange is 'two_level', and a group has 4 ranks in its node"
+    ):
+        step.planner(exchange="two_level")
+
+
+def test_a_move_pays_by_the_quickest_exchange() -> None:
+    """Rank 0 would send seven of its eight images: seven messages at once, or a buffer of six steps."""
+    packs = (image_pack(0, num_images=8),)
+    step = Step(Topology(8), 8, 1, packs)
+    gain = 7 * cost_model().media_cost(packs[0].samples[0].segments[0])
+    model = cost_model(latency_s=gain / (2 * 6.5))
+    assert not _moved(step.planner(model=model, exchange="exact").plan(packs, step=0, group=0))
+    plan = step.planner(model=model).plan(packs, step=0, group=0)
+    assert _moved(plan)
+    assert plan.exchanges == ("symmetric",)
+
+
+def _moved(plan: StepPlan) -> bool:
+    return any(item.ranks != (0,) for item in plan.media)

@@ -22,7 +22,7 @@ from balancer.encoding import (
 from balancer.lssp import forced_degrees
 from balancer.media import place_media
 from balancer.partition import lpt
-from tests.balancer.loads import free, media_load, media_loads
+from tests.balancer.loads import free, media_load, media_loads, network
 
 NETWORKS = st.tuples(st.sampled_from([0.0, 0.1, 1.0, 10.0]), st.sampled_from([0.0, 2.0, 10.0]))
 
@@ -31,7 +31,7 @@ def placed(
     load: MediaLoad, per_row: float = 0.0, per_message: float = 0.0, *, search: bool = True
 ) -> Encoding:
     """Return the placement over a network of these prices; there must be one."""
-    encoding = place_media(load, lambda r, m: r * per_row + m * per_message, search=search)
+    encoding = place_media(load, network(per_row, per_message), search=search)
     assert encoding is not None
     return encoding
 
@@ -39,27 +39,24 @@ def placed(
 @settings(max_examples=150)
 @given(media_loads(), NETWORKS)
 def test_media_never_run_longer_than_at_home_nor_the_exchange_costs_more_than_it_gains(
-    load: MediaLoad, network: tuple[float, float]
+    load: MediaLoad, prices: tuple[float, float]
 ) -> None:
-    def transfer(num_rows: int, num_messages: int) -> float:
-        return num_rows * network[0] + num_messages * network[1]
-
-    encoding, home = placed(load, *network), whole(load.home)
+    price = network(*prices)
+    encoding, home = placed(load, *prices), whole(load.home)
     gain = makespan(load, home) - makespan(load, encoding)
     assert gain >= 0
-    assert gain >= exchange_time(load, encoding, transfer) - exchange_time(load, home, transfer) - 1e-9
+    assert gain >= exchange_time(load, encoding, price) - exchange_time(load, home, price) - 1e-9
 
 
 @settings(max_examples=150)
 @given(media_loads(), NETWORKS)
-def test_sharing_is_never_longer_than_not_sharing(load: MediaLoad, network: tuple[float, float]) -> None:
+def test_sharing_is_never_longer_than_not_sharing(load: MediaLoad, prices: tuple[float, float]) -> None:
     def time(encoding: Encoding) -> float:
-        exchange = exchange_time(load, encoding, lambda r, m: r * network[0] + m * network[1])
-        return makespan(load, encoding) + exchange
+        return makespan(load, encoding) + exchange_time(load, encoding, network(*prices))
 
-    alone = placed(load, *network, search=False)
+    alone = placed(load, *prices, search=False)
     assert not alone.long_items
-    assert time(placed(load, *network)) <= time(alone)
+    assert time(placed(load, *prices)) <= time(alone)
 
 
 @settings(max_examples=150)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 
 from balancer.cost import CostModel
+from balancer.exchange import ExchangeSetting
 from balancer.lssp import LsspConfig
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.shapes import TransformerShape, audio_shape, vision_shape
@@ -65,6 +66,7 @@ class Step:
         lssp: LsspConfig | None = None,
         encoder_memory_bytes: int = 0,
         llm_memory_bytes: int = 0,
+        exchange: ExchangeSetting = "auto",
     ) -> GroupPlanner:
         """Return a fresh planner of this world; it shares no segment unless asked."""
         return GroupPlanner(
@@ -72,6 +74,7 @@ class Step:
             cost_model=model or cost_model(),
             config=BalanceConfig(
                 enabled=enabled,
+                exchange=exchange,
                 lssp=lssp or LsspConfig(kind="off"),
                 encoder_memory_bytes=encoder_memory_bytes,
                 llm_memory_bytes=llm_memory_bytes,
