@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from balancer.exchange import ExchangeSetting
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.errors import OmniError
 from omni_pipeline.core.plan import Pack
@@ -102,12 +103,13 @@ def _batch(
     topology: Topology,
     *,
     balance: bool = True,
+    exchange: ExchangeSetting = "auto",
     failed: frozenset[SampleId] = NO_FAILURES,
     step: int = 0,
 ) -> Batch:
     """Return this rank's batch. A failure is seen by a rank that does not own the text of the sample."""
     rank = dist.get_rank()
-    planner = parity.make_planner(topology, num_packs=len(packs), balance=balance)
+    planner = parity.make_planner(topology, num_packs=len(packs), balance=balance, exchange=exchange)
     group = topology.group_of(rank)
     own = tuple(pack for pack in packs if pack.lane % topology.num_groups == group)
     plan = planner.plan(own, step=step, group=group)
@@ -126,16 +128,22 @@ def _num_moved(batch: Batch) -> int:
 
 
 def _run_scenarios(
-    rank: int, topology: Topology, names: list[str], balance: bool, layouts: dict[str, ParallelConfig]
+    rank: int,
+    topology: Topology,
+    names: list[str],
+    balance: bool,
+    layouts: dict[str, ParallelConfig],
+    exchange: ExchangeSetting,
 ) -> dict[str, tuple[StepResult, dict[str, torch.Tensor]]]:
     model = _colocated(topology, layouts=layouts)
     results = {}
     for name in names:
         packs, failed = SCENARIOS[name]
         recorder = Recorder(model.module)
-        batch = _batch(packs, topology, balance=balance, failed=failed)
+        batch = _batch(packs, topology, balance=balance, exchange=exchange, failed=failed)
         if balance and topology.world_size > topology.num_groups == 1 and name in MOVING:
             assert _num_moved(batch) > 0, name
+            assert exchange == "auto" or exchange in batch.plan.exchanges, name
         result = train_step(_learner(model, recorder), batch, step=0)
         results[name] = result, (recorder.gradients if rank == 0 else {})
     return results
@@ -155,8 +163,9 @@ def _check_parity(
     *,
     balance: bool = True,
     layouts: dict[str, ParallelConfig] | None = None,
+    exchange: ExchangeSetting = "auto",
 ) -> None:
-    arguments = topology, list(names), balance, layouts or {}
+    arguments = topology, list(names), balance, layouts or {}, exchange
     by_rank = run_ranks(topology.world_size, _run_scenarios, args=arguments)
     for name, (result, gradients) in by_rank[0].items():
         expected = _reference(name)
@@ -186,6 +195,12 @@ def test_a_step_of_many_ranks_equals_one_plain_process(world_size: int) -> None:
 
 def test_a_step_without_balancing_equals_one_plain_process() -> None:
     _check_parity(Topology(2), ["full packs", "ranks without media"], balance=False)
+
+
+@pytest.mark.parametrize("exchange", ["exact", "symmetric", "two_level"])
+def test_the_way_that_rows_travel_changes_nothing(exchange: ExchangeSetting) -> None:
+    names = [*MOVING, "no media at all", "empty slots"]
+    _check_parity(Topology(4, ranks_per_node=2), names, exchange=exchange)
 
 
 def test_groups_and_a_mesh_for_each_module_change_nothing() -> None:
