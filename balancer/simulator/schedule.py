@@ -118,9 +118,12 @@ def on_demand(num_stages: int, num_microbatches: int, *, forward_fraction: float
     stages = one_f_one_b(num_stages, num_microbatches)
     times = clocks(stages, forward=forward_fraction, backward=1 - forward_fraction)
     moments: list[tuple[float, int, Slot]] = []
+    # At one moment stage 0 ends a microbatch and needs another one: what it needs goes first, others wait for
+    # it. With one stage nobody waits, and a microbatch is done with before the next is begun.
+    order = 0 if num_stages > 1 else 2
     for index, slot in enumerate(stages[0]):
         if slot.task == "forward":
-            moments.append((times[0].starts[index], 0, Slot("encode", slot.microbatch)))
+            moments.append((times[0].starts[index], order, Slot("encode", slot.microbatch)))
         else:
             moments.append((times[0].ends[index], 1, Slot("encode_backward", slot.microbatch)))
     moments.sort(key=lambda item: (round(item[0] / TICK), item[1], item[2].microbatch))

@@ -8,6 +8,9 @@ import pytest
 from balancer.cost import CostModel
 from balancer.hardware import HardwareProfile
 from balancer.planner import BalanceConfig, GroupPlanner
+from balancer.simulator.build import build_programs
+from balancer.simulator.disaggregated import best_split
+from balancer.simulator.engine import run
 from balancer.simulator.setup import Setup, Sharding, profile_of
 from balancer.simulator.simulate import simulate_step
 from balancer.simulator.strategies import STRATEGIES, plans_for
@@ -141,3 +144,74 @@ def test_a_profile_of_other_data_changes_what_is_fixed_before_the_data_is_seen(s
         for profile in (text, speech)
     }
     assert len(times) == 2
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_faster_network_never_slows_a_step(strategy: str) -> None:
+    topology = Topology(16, tp=2, pp=4, ranks_per_node=4)
+    slow = Setup(topology, model(network_bytes_per_s=1e5), encoder=Sharding(4, "microbatch"))
+    fast = dataclasses.replace(slow, cost_model=model(network_bytes_per_s=1e8, network_latency_s=0.0))
+    plans = make_plans(some_packs(topology), slow, strategy)
+    steps = [simulate_step(plans, setup=setup, strategy=strategy).step_s for setup in (slow, fast)]
+    assert steps[1] < steps[0]
+
+
+def test_our_step_does_the_plan_s_work_and_is_never_shorter_than_its_parts() -> None:
+    topology = Topology(16, tp=2, pp=2, replicas_per_group=2, ranks_per_node=4)
+    setup = Setup(topology, model())
+    plans = make_plans(some_packs(topology), setup, "multiplexed")
+    prepared = STRATEGIES["multiplexed"].prepare(plans, setup)
+    timeline = run(build_programs(prepared.work, setup))
+    llm, encoding = prepared.work.llm, prepared.encoding
+    assert timeline.busy_s["encoder"] == pytest.approx(encoding.load_s.sum(axis=1))
+    slots_s = (llm.forward_s + llm.backward_s).sum(axis=1)
+    replicas = [topology.replica_of(rank) for rank in range(topology.world_size)]
+    assert timeline.busy_s["llm"] == pytest.approx(slots_s[replicas])
+    assert timeline.step_s >= timeline.compute_s.max()
+    # A microbatch passes every stage forward and backward, after it has been encoded.
+    alone_s = encoding.load_s.max(axis=0) + topology.pp * (llm.forward_s + llm.backward_s).max(axis=0)
+    assert timeline.step_s >= alone_s.max() * (1 - 1e-12)
+
+
+def test_encoding_up_front_keeps_more_and_on_demand_hides_nothing_of_the_work() -> None:
+    topology = Topology(8, tp=1, pp=4, ranks_per_node=4)
+    setup = Setup(topology, model())
+    plans = make_plans(some_packs(topology, per_lane=12), setup, "multiplexed")
+    demand, first = (simulate_step(plans, setup=setup, strategy=name) for name in ("multiplexed", "upfront"))
+    assert demand.peak_bytes < first.peak_bytes
+    assert demand.busy_s["encoder"] == pytest.approx(first.busy_s["encoder"])
+
+
+def test_the_split_of_a_pool_follows_the_profile_and_fits_the_machine() -> None:
+    topology = Topology(32, tp=2, pp=2, ranks_per_node=4)
+    packs = some_packs(topology)
+    setup = Setup(topology, model())
+    text = profile_of(some_packs(topology, media=0), setup.cost_model)
+    hosts = []
+    for factor in (0.1, 1, 10):
+        profile = dataclasses.replace(text, encoder_s=factor * text.llm_s)
+        split = best_split(packs, dataclasses.replace(setup, profile=profile))
+        hosts.append(sum(map(len, split.teams)))
+        assert split.llm.world_size + hosts[-1] == 32
+    assert hosts[0] < hosts[1] < hosts[2]
+    assert all(count % 4 == 0 for count in hosts)
+
+
+def test_too_little_memory_is_told() -> None:
+    topology = Topology(2)
+    setup = Setup(topology, model(memory_bytes=1000.0))
+    plans = make_plans(some_packs(topology), setup, "multiplexed")
+    assert simulate_step(plans, setup=setup).out_of_memory
+
+
+def test_without_balancing_media_are_dealt_over_the_ranks_of_their_replica() -> None:
+    topology = Topology(8, tp=2, pp=2, ranks_per_node=4)
+    setup = Setup(topology, model())
+    plans = make_plans(some_packs(topology), setup, "no_balancing")
+    prepared = STRATEGIES["no_balancing"].prepare(plans, setup)
+    for plan in plans:
+        for slot in plan.slots:
+            ranks = topology.ranks_of_replica(slot.replica)
+            count = sum(segment.is_media for s in plan.packs[slot.pack].samples for segment in s.segments)
+            busy = prepared.encoding.kept_bytes[list(ranks), slot.microbatch] > 0
+            assert busy.tolist() == [place < count for place in range(len(ranks))]
