@@ -18,13 +18,14 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 # Refinement ends this close to the lower bound: modelled costs are less exact than that.
-CLOSE_ENOUGH = 1e-3
-# Refinement takes at least this many steps, and one per bin.
-MIN_REFINE_STEPS = 32
-# Swaps with all bins are looked at only up to so many pairs of items, about a millisecond.
-MAX_SWAP_PAIRS = 1 << 18
+CLOSE_ENOUGH = 2e-3
+# Refinement takes at most so many rounds, or one per bin if that is more.
+MIN_REFINE_ROUNDS = 32
+# Pairs of items looked at in one go, about a millisecond.
+MAX_CELLS = 1 << 18
 # With more items refined LPT is close to the bound, and MULTIFIT would take milliseconds.
 MAX_MULTIFIT_ITEMS = 1024
 MULTIFIT_STEPS = 6
@@ -85,8 +86,9 @@ def lpt(costs: FloatArray, num_bins: int, *, loads: FloatArray | None = None) ->
 def refine(costs: FloatArray, bins: IntArray, num_bins: int, *, fixed: FloatArray | None = None) -> IntArray:
     """Lower the makespan by moves and swaps of single items, until it is close to the lower bound.
 
-    Each step takes from the heaviest bin: the best move to the lightest bin or swap with it, and only if none
-    helps the best swap with any bin. Never raises the makespan. A step costs O(n + pairs of items looked at).
+    A round pairs the heaviest bin with the lightest, the next with the next, as far as bins are too heavy,
+    and does the best move or swap of each pair. Only if none helps the heaviest bin it gives an item to, or
+    swaps one with, any bin. Never raises the makespan.
 
     Args:
         costs: float64 [n], not negative.
@@ -104,17 +106,16 @@ def refine(costs: FloatArray, bins: IntArray, num_bins: int, *, fixed: FloatArra
         loads += fixed
         bound = max(bound, float(loads.sum()) / num_bins, float(fixed.max()))
     limit = bound * (1 + CLOSE_ENOUGH)
-    for _ in range(max(MIN_REFINE_STEPS, num_bins)):
-        heavy, light = int(loads.argmax()), int(loads.argmin())
-        if loads[heavy] <= limit:
+    for _ in range(max(MIN_REFINE_ROUNDS, num_bins)):
+        by_load = np.argsort(-loads, kind="stable")
+        num_pairs = min(int((loads > limit).sum()), num_bins // 2)
+        if num_pairs == 0:
             break
-        given = np.flatnonzero((bins == heavy) & (costs > 0))
-        if not _exchange(costs, bins, loads, given, np.flatnonzero(bins == light), (heavy, light)):
-            others = np.flatnonzero(bins != heavy)
-            if len(given) * len(others) > MAX_SWAP_PAIRS:
-                break
-            if not _exchange(costs, bins, loads, given, others, (heavy, light)):
-                break
+        heavy, light = by_load[:num_pairs], by_load[::-1][:num_pairs]
+        if _exchange_pairs(costs, bins, loads, heavy, light)[0]:
+            continue
+        if not _exchange_with_any(costs, bins, loads, heavy[0], light[0]):
+            break
     return bins
 
 
@@ -175,29 +176,64 @@ def _best_fit(values: list[float], num_bins: int, capacity: float) -> list[int] 
     return found
 
 
-def _exchange(
-    costs: FloatArray,
-    bins: IntArray,
-    loads: FloatArray,
-    given: IntArray,
-    taken: IntArray,
-    ends: tuple[int, int],
-) -> bool:
-    """Do the best move of one of ``given``, or swap for one of ``taken``, if it lowers the heavy bin.
+def _exchange_pairs(
+    costs: FloatArray, bins: IntArray, loads: FloatArray, heavy: IntArray, light: IntArray
+) -> BoolArray:
+    """Do the best move or swap between each heavy bin and its light one, if it lowers the heavy one.
 
     Args:
         costs: float64 [n].
         bins: int64 [n]; changed in place.
         loads: float64 [bins]; changed in place.
-        given: Items of the heavy bin.
-        taken: Items of other bins.
-        ends: The heavy bin, and the bin for an item that moves without a swap.
+        heavy: int64 [pairs].
+        light: int64 [pairs]; none of ``heavy``.
 
     Returns:
-        Whether anything changed.
+        bool [pairs], whether something changed.
     """
-    heavy, light = ends
-    # Column 0 is a move (nothing comes back), the others are swaps.
+    # numpy sorts numbers of two bytes by radix, several times as fast.
+    order = np.argsort(bins.astype(np.int16) if len(loads) < 1 << 15 else bins, kind="stable")
+    counts = np.bincount(bins, minlength=len(loads))
+    first = np.cumsum(counts) - counts
+    widths = int(counts[heavy].max()), int(counts[light].max(initial=0))
+    # All pairs at once, but for a few bins with very many items.
+    num_pairs = max(1, min(len(heavy), MAX_CELLS // (widths[0] * (widths[1] + 1))))
+    heavy, light = heavy[:num_pairs], light[:num_pairs]
+    given, given_costs = _rows(costs, order, first[heavy], counts[heavy])
+    taken, taken_costs = _rows(costs, order, first[light], counts[light])
+    # Column 0 is a move (nothing comes back), the others are swaps. Places without an item cost nothing: as
+    # something given they do not help, as something taken they are the move.
+    back = np.concatenate((np.zeros((num_pairs, 1)), taken_costs), axis=1)
+    shift = given_costs[:, :, None] - back[:, None, :]
+    reached = np.maximum(loads[heavy][:, None, None] - shift, loads[light][:, None, None] + shift)
+    best = reached.reshape(num_pairs, -1).argmin(axis=1)
+    row, column = np.divmod(best, back.shape[1])
+    pair = np.arange(num_pairs)
+    helps = reached[pair, row, column] < loads[heavy]
+    bins[given[pair, row][helps]] = light[helps]
+    swaps = np.flatnonzero(helps & (column > 0))
+    bins[taken[swaps, column[swaps] - 1]] = heavy[swaps]
+    moved = np.where(helps, shift[pair, row, column], 0.0)
+    loads[heavy] -= moved
+    loads[light] += moved
+    return helps
+
+
+def _rows(
+    costs: FloatArray, order: IntArray, first: IntArray, counts: IntArray
+) -> tuple[IntArray, FloatArray]:
+    """Return the items of some bins and their costs, [bins, most items of one], filled up with costs of 0."""
+    place = np.arange(int(counts.max(initial=0)))
+    filled = place < counts[:, None]
+    items = order[np.where(filled, first[:, None] + place, 0)]
+    return items, np.where(filled, costs[items], 0.0)
+
+
+def _exchange_with_any(costs: FloatArray, bins: IntArray, loads: FloatArray, heavy: int, light: int) -> bool:
+    """Do the best swap of the heavy bin with any, or move to the light one, if it lowers the heavy one."""
+    given, taken = np.flatnonzero((bins == heavy) & (costs > 0)), np.flatnonzero(bins != heavy)
+    if not len(given) or len(given) * len(taken) > MAX_CELLS:
+        return False
     shift = costs[given][:, None] - np.concatenate(([0.0], costs[taken]))[None, :]
     target = np.concatenate(([light], bins[taken]))
     reached = np.maximum(loads[heavy] - shift, loads[target] + shift)
