@@ -15,6 +15,13 @@ from balancer.step_inputs import StepInputs, choose_exchange, media_loads
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.plan import ExchangeKind
 
+# A placement of packs that may shorten the step by at most this part is not tried.
+WORTH_TRYING = 2e-3
+# Placements of packs that are tried, if one of them is allowed.
+MAX_TRIED = 3
+# Microbatches that may be set apart for packs with long media.
+MAX_FIRST = 4
+
 # (segments of the step, their load) -> who encodes them; None if the memory cap cannot be kept.
 EncodingChoice = Callable[[IntArray, MediaLoad], Encoding | None]
 
@@ -51,6 +58,8 @@ def place_in_order(inputs: StepInputs) -> StepPlacement:
 
 def keeps_cap(inputs: StepInputs, placement: StepPlacement) -> bool:
     """Return whether no rank keeps more bytes of media in a microbatch than the cap."""
+    if inputs.max_bytes == np.inf:
+        return True
     return all(
         fits(load, Encoding(placement.encoding.members[items], placement.encoding.degrees[items]))
         for items, load in media_loads(inputs, placement.packs)
@@ -61,19 +70,13 @@ def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlaceme
     """Of some pack placements take the shortest step without a makespan above the unbalanced one.
 
     Packs sorted by LLM cost are the optimum of the LLM, but they may spread media-heavy packs over more
-    microbatches and so lengthen the encoders' part; the packs in order always qualify. Only where a cap or a
-    fixed threshold forces segments long may a makespan grow.
+    microbatches and so lengthen the encoders' part; the packs in order always qualify. The most promising
+    are tried first, and none that could gain next to nothing. Only where a cap or a fixed threshold forces
+    segments long may a makespan grow.
 
     Raises:
         ConfigError: No placement was found that keeps the memory cap.
     """
-    num_replicas, costs = len(inputs.replicas), inputs.pack_costs
-    media_of_pack = np.bincount(inputs.media_packs, weights=inputs.media_costs, minlength=len(costs))
-    placements = (
-        packs_in_order(len(costs), num_replicas),
-        packs_by_cost(costs, costs, num_replicas),
-        packs_by_cost(costs + media_of_pack / len(inputs.ranks), costs, num_replicas),
-    )
     search = inputs.lssp.kind == "auto"
 
     def price(maker: IntArray, owner: IntArray, rows: IntArray) -> float:
@@ -82,15 +85,54 @@ def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlaceme
     def choose(items: IntArray, load: MediaLoad) -> Encoding | None:
         return place_media(load, price, forced=inputs.forced[items], search=search)
 
-    found = [choice for packs in placements if (choice := _with_media(inputs, packs, choose)) is not None]
+    found: list[StepPlacement] = []
+    best: StepPlacement | None = None
+    for bound, packs in sorted(
+        ((_bound(inputs, packs), packs) for packs in _pack_placements(inputs)), key=lambda pair: pair[0]
+    ):
+        if best and (len(found) >= MAX_TRIED or bound > best.step_ticks * (1 - WORTH_TRYING)):
+            break
+        choice = _with_media(inputs, packs, choose)
+        if choice is None:
+            continue
+        found.append(choice)
+        is_allowed = (
+            choice.encoder_ticks <= unbalanced.encoder_ticks and choice.llm_ticks <= unbalanced.llm_ticks
+        )
+        if is_allowed and (best is None or choice.step_ticks < best.step_ticks):
+            best = choice
     if not found:
         raise does_not_fit(inputs)
-    allowed = [
-        choice
-        for choice in found
-        if choice.encoder_ticks <= unbalanced.encoder_ticks and choice.llm_ticks <= unbalanced.llm_ticks
+    return best or min(found, key=lambda choice: choice.step_ticks)
+
+
+def _pack_placements(inputs: StepInputs) -> list[PackPlacement]:
+    """Packs in order; by LLM cost; by all cost; the same with the longest media in the first microbatches."""
+    num_replicas, costs = len(inputs.replicas), inputs.pack_costs
+    longest = np.zeros(len(costs))
+    np.maximum.at(longest, inputs.media_packs, inputs.media_costs)
+    media_of_pack = np.bincount(inputs.media_packs, weights=inputs.media_costs, minlength=len(costs))
+    by_longest = np.argsort(-longest, kind="stable")
+    found = [
+        packs_in_order(len(costs), num_replicas),
+        packs_by_cost(costs, costs, num_replicas),
+        packs_by_cost(costs + media_of_pack / len(inputs.ranks), costs, num_replicas),
     ]
-    return min(allowed or found, key=lambda choice: choice.step_ticks)
+    for num_first in range(1, min(MAX_FIRST, (len(costs) - 1) // num_replicas) + 1):
+        keys = costs.copy()
+        keys[by_longest[: num_first * num_replicas]] += costs.max()
+        found.append(packs_by_cost(keys, costs, num_replicas))
+    return found
+
+
+def _bound(inputs: StepInputs, packs: PackPlacement) -> float:
+    """What the step cannot go below with packs so placed, ticks: no segment is shared by more than may be."""
+    microbatches = packs.microbatches[inputs.media_packs]
+    most_ranks = max(inputs.subgroups, default=1)
+    totals = np.bincount(microbatches, weights=inputs.media_costs) / len(inputs.ranks)
+    longest = np.zeros(len(totals))
+    np.maximum.at(longest, microbatches, inputs.media_costs / most_ranks)
+    return step_makespan(inputs.pack_costs, packs.microbatches) + float(np.maximum(totals, longest).sum())
 
 
 def does_not_fit(inputs: StepInputs) -> ConfigError:

@@ -1,0 +1,57 @@
+"""Which packs share a microbatch: two resources at once, the most promising placements first."""
+
+from __future__ import annotations
+
+import pytest
+
+from balancer import placement
+from omni_pipeline.core.plan import Pack
+from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.topology import Topology
+from tests.balancer.worlds import Step
+from tests.support.strategies import make_sample, media_segment, text_segment
+
+
+def pack(lane: int, number: int, *, side: int, num_text: int) -> Pack:
+    parts = [media_segment(Modality.IMAGE, (1, side, side)), text_segment(num_text)]
+    return Pack(lane=lane, number=number, samples=(make_sample(parts, row=10 * lane + number),))
+
+
+def two_large_among_four() -> Step:
+    """By LLM cost a large picture comes first and third, in order too; side by side they cost once."""
+    packs = (
+        pack(0, 0, side=32, num_text=400),
+        pack(0, 1, side=8, num_text=600),
+        pack(1, 0, side=32, num_text=380),
+        pack(1, 1, side=8, num_text=580),
+    )
+    return Step(Topology(world_size=2), 2, 2, packs)
+
+
+def test_packs_with_long_media_share_a_microbatch() -> None:
+    step = two_large_among_four()
+    plan = step.planner().plan(step.packs, step=0, group=0)
+    large = {plan.slots[0].microbatch, plan.slots[2].microbatch}
+    assert len(large) == 1
+    assert plan.encoder_balance.makespan_after < 0.6 * plan.encoder_balance.makespan_before
+
+
+def test_of_the_placements_tried_the_shortest_step_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = two_large_among_four()
+    few = step.planner().plan(step.packs, step=0, group=0)
+    monkeypatch.setattr(placement, "WORTH_TRYING", -1.0)
+    monkeypatch.setattr(placement, "MAX_TRIED", 99)
+    assert step.planner().plan(step.packs, step=0, group=0) == few
+
+
+def test_a_placement_that_cannot_gain_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    packs = tuple(pack(lane, 0, side=8, num_text=20) for lane in range(4))
+    step = Step(Topology(world_size=2), 4, 1, packs)
+    tried = []
+    place_media = placement.place_media
+    monkeypatch.setattr(
+        placement, "place_media", lambda *args, **named: tried.append(1) or place_media(*args, **named)
+    )
+    step.planner().plan(packs, step=0, group=0)
+    # Two microbatches of one placement: all packs are alike.
+    assert len(tried) == 2
