@@ -23,20 +23,27 @@ FRAMES_PER_ROW = 4
 """Mel frames (10 ms) that the speech encoder joins into one row."""
 MARKERS = 2
 
-OPEN_IMAGES, REF_COCO, LARGE_IMAGES = 0.4, 0.4, 0.2
-LIBRI_SPEECH, GIGA_SPEECH, LONG_SPEECH = 0.45, 0.45, 0.1
+IMAGE_SHARES = (0.4, 0.4, 0.2)
+"""OpenImages, RefCOCOg, large ones."""
+SPEECH_SHARES = (0.45, 0.45, 0.1)
+"""LibriSpeech, GigaSpeech, long ones."""
 TOKENS_PER_S = 3.6
 """Speech: 2.7 words per second (LibriSpeech), 1.33 tokens per word."""
 
 
-def image_samples(count: int, *, seed: int) -> list[Sample]:
+def image_samples(count: int, *, seed: int, public_only: bool = False) -> list[Sample]:
     """Return pictures with captions: 40 % like OpenImages, 40 % like RefCOCOg, 20 % large ones.
 
     Sides: the longer one is 1024, 640, or log-normal around 2048 pixels; the ratio of sides is log-normal
     around 4:3, every third picture upright. Captions: 47, 11 and 60 tokens in the mean, Poisson.
+
+    Args:
+        count: Samples wanted.
+        seed: Equal seeds give equal samples.
+        public_only: None of the large ones; the others keep their ratio.
     """
     rng = generator(seed, "simulator.images", count)
-    kind = rng.choice(3, size=count, p=(OPEN_IMAGES, REF_COCO, LARGE_IMAGES))
+    kind = rng.choice(3, size=count, p=_shares(IMAGE_SHARES, public_only=public_only))
     large = np.clip(rng.lognormal(np.log(2048), 0.35, count), 512, 8192)
     longer = np.choose(kind, (np.full(count, 1024.0), np.full(count, 640.0), large))
     shorter = longer / np.clip(rng.lognormal(np.log(4 / 3), 0.15, count), 1, 4)
@@ -53,14 +60,19 @@ def image_samples(count: int, *, seed: int) -> list[Sample]:
     ]
 
 
-def speech_samples(count: int, *, seed: int) -> list[Sample]:
+def speech_samples(count: int, *, seed: int, public_only: bool = False) -> list[Sample]:
     """Return recordings with transcripts: 45 % like LibriSpeech, 45 % like GigaSpeech, 10 % long ones.
 
     Seconds: triangular from 1.5 over 15.5 to 20 (mean 12.3); log-normal around 3.4, at most 20 (mean 4.1);
     log-normal around 60, at most 300. Lengths are whole rows of 40 ms.
+
+    Args:
+        count: Samples wanted.
+        seed: Equal seeds give equal samples.
+        public_only: None of the long ones; the others keep their ratio.
     """
     rng = generator(seed, "simulator.speech", count)
-    kind = rng.choice(3, size=count, p=(LIBRI_SPEECH, GIGA_SPEECH, LONG_SPEECH))
+    kind = rng.choice(3, size=count, p=_shares(SPEECH_SHARES, public_only=public_only))
     libri = rng.triangular(1.5, 15.5, 20.0, count)
     giga = np.clip(rng.lognormal(np.log(3.4), 0.6, count), 0.5, 20)
     long = np.clip(rng.lognormal(np.log(60), 0.8, count), 20, 300)
@@ -73,8 +85,14 @@ def speech_samples(count: int, *, seed: int) -> list[Sample]:
     ]
 
 
-def text_samples(count: int, *, seed: int) -> list[Sample]:
-    """Return plain texts: tokens log-normal around 600 with sigma 1.2 (mean 1230), from 16 to 65536."""
+def text_samples(count: int, *, seed: int, public_only: bool = False) -> list[Sample]:
+    """Return plain texts: tokens log-normal around 600 with sigma 1.2 (mean 1230), from 16 to 65536.
+
+    Args:
+        count: Samples wanted.
+        seed: Equal seeds give equal samples.
+        public_only: Changes nothing: all texts are our assumption.
+    """
     rng = generator(seed, "simulator.text", count)
     tokens = np.clip(rng.lognormal(np.log(600), 1.2, count), 16, 65536).astype(np.int64)
     return [_sample("text", row, [_text(length)]) for row, length in enumerate(tokens.tolist())]
@@ -85,7 +103,13 @@ SAMPLES: dict[str, Callable[..., list[Sample]]] = {
     "speech": speech_samples,
     "text": text_samples,
 }
-"""What makes the samples of each synthetic source: ``(count, *, seed)`` to samples, equal for equal seeds."""
+"""What makes the samples of each synthetic source, ``(count, *, seed, public_only)``."""
+
+
+def _shares(shares: tuple[float, ...], *, public_only: bool) -> list[float]:
+    """The last share is not of a public set."""
+    kept = [*shares[:-1], 0.0 if public_only else shares[-1]]
+    return [share / sum(kept) for share in kept]
 
 
 def _media(modality: Modality, grid: tuple[int, int, int]) -> Segment:

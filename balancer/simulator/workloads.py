@@ -80,6 +80,7 @@ class Workload:
 
     Args:
         name: "A" to "D", or "three" for that of three modalities.
+        title: The models, in words.
         encoders: Shape of each: "vision", and perhaps "audio".
         llm: Shape of the LLM.
         packs_per_step: Sequences of a step (the published batch).
@@ -89,6 +90,7 @@ class Workload:
     """
 
     name: str
+    title: str
     encoders: Mapping[str, TransformerShape]
     llm: TransformerShape
     packs_per_step: int
@@ -158,20 +160,23 @@ def _llm(
 
 
 def _layout(num_ranks: int, *, tp: int, pp: int) -> Topology:
-    return Topology(num_ranks, tp=tp, pp=pp, replicas_per_group=4)
+    return Topology(num_ranks, tp=tp, pp=pp, replicas_per_group=4, ranks_per_node=RANKS_PER_NODE)
 
 
 def _workloads() -> tuple[Workload, ...]:
     """The published batches, lengths, GPUs and best speed-ups; see the module for the rest."""
     small, large, gpt = llama_12b(), llama_70b(), gpt_175b()
-    three = {"vision": vit_2b(large.hidden), "audio": usm_2b(large.hidden)}
+    one, two, ten = {"vision": vit_1b(5120)}, {"vision": vit_2b(8192)}, {"vision": vit_10b(8192)}
+    ten_wide = {"vision": vit_10b(12288)}
+    # Of three modalities only the encoder is published; the rest is that of B, our assumption.
+    three = {**two, "audio": usm_2b(8192)}
+    title = "ViT-2.4B + USM-2B + LLaMA-70B"
     return (
-        Workload("A", {"vision": vit_1b(small.hidden)}, small, 32, 16384, _layout(64, tp=4, pp=2), 1.54),
-        Workload("B", {"vision": vit_2b(large.hidden)}, large, 64, 16384, _layout(128, tp=8, pp=4), 3.30),
-        Workload("C", {"vision": vit_10b(large.hidden)}, large, 128, 8192, _layout(256, tp=8, pp=4), 7.57),
-        Workload("D", {"vision": vit_10b(gpt.hidden)}, gpt, 256, 8192, _layout(512, tp=8, pp=8), 1.98),
-        # Only the encoder is published; the rest is that of B, our assumption.
-        Workload("three", three, large, 64, 16384, _layout(128, tp=8, pp=4), 2.01),
+        Workload("A", "ViT-1B + LLaMA-12B", one, small, 32, 16384, _layout(64, tp=4, pp=2), 1.54),
+        Workload("B", "ViT-2.4B + LLaMA-70B", two, large, 64, 16384, _layout(128, tp=8, pp=4), 3.30),
+        Workload("C", "ViT-10B + LLaMA-70B", ten, large, 128, 8192, _layout(256, tp=8, pp=4), 7.57),
+        Workload("D", "ViT-10B + GPT-175B", ten_wide, gpt, 256, 8192, _layout(512, tp=8, pp=8), 1.98),
+        Workload("three", title, three, large, 64, 16384, _layout(128, tp=8, pp=4), 2.01),
     )
 
 

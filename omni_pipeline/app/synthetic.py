@@ -51,7 +51,7 @@ def num_lanes(workload: Workload) -> int:
 
 
 def workload_packs(
-    workload: Workload, mixture: tuple[int, int], *, num_steps: int, seed: int
+    workload: Workload, mixture: tuple[int, int], *, num_steps: int, seed: int, public_only: bool = False
 ) -> list[list[Pack]]:
     """Return the packs of the first steps of a workload, by step; best fit at the exact mixture.
 
@@ -62,6 +62,7 @@ def workload_packs(
         mixture: (media, text), as in ``MIXTURES``.
         num_steps: Steps wanted.
         seed: Of samples and order.
+        public_only: Without the large pictures and long recordings that we assume beside the public sets.
     """
     weights = workload.weights(mixture)
     order = Order(
@@ -71,7 +72,10 @@ def workload_packs(
             seq_len=workload.seq_len,
             oversize="cut",
         ),
-        sources=[SyntheticSource(name, SAMPLES[name](NUM_SAMPLES, seed=seed)) for name in weights],
+        sources=[
+            SyntheticSource(name, SAMPLES[name](NUM_SAMPLES, seed=seed, public_only=public_only))
+            for name in weights
+        ],
         weights=dict(weights),
         seed=seed,
         lanes=range(num_lanes(workload)),

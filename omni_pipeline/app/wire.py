@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from balancer.cost import CostModel
 from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
@@ -108,19 +109,25 @@ class Stream:
         }
 
 
-def build_topology(config: RunConfig, *, world_size: int, ranks_per_node: int) -> Topology:
+def build_topology(
+    config: RunConfig, *, world_size: int, ranks_per_node: int, tp: int = 1, cp: int = 1, pp: int = 1
+) -> Topology:
     """Return the layout of the run.
 
     Args:
+        world_size: Ranks.
         ranks_per_node: Ranks of each machine.
+        tp: Tensor-parallel degree of the LLM.
+        cp: Context-parallel degree of the LLM.
+        pp: Pipeline stages of the LLM.
 
     Raises:
-        ConfigError: Groups do not divide the replicas, or machines the ranks.
+        ConfigError: Degrees or machines do not divide the ranks, or groups the replicas.
     """
     size = config.balance.replicas_per_group(
-        world_size=world_size, ranks_per_node=ranks_per_node, tp=1, cp=1, pp=1
+        world_size=world_size, ranks_per_node=ranks_per_node, tp=tp, cp=cp, pp=pp
     )
-    return Topology(world_size, replicas_per_group=size, ranks_per_node=ranks_per_node)
+    return Topology(world_size, tp=tp, cp=cp, pp=pp, replicas_per_group=size, ranks_per_node=ranks_per_node)
 
 
 def build_tokenizer(config: RunConfig) -> Tokenizer:
@@ -161,11 +168,11 @@ def held_out_stream(config: RunConfig, source: SourceConfig, tokenizer: Tokenize
     return _stream(config, [alone], tokenizer, order=order, groups={})
 
 
-def build_planner(config: RunConfig, topology: Topology) -> GroupPlanner:
-    """Return the planner of the run."""
+def build_planner(config: RunConfig, topology: Topology, *, model: CostModel | None = None) -> GroupPlanner:
+    """Return the planner of the run. ``model``: its costs; default: those of ``balance``."""
     return GroupPlanner(
         topology,
-        cost_model=cost_model(config),
+        cost_model=model or cost_model(config),
         config=config.balance,
         num_lanes=config.order.lanes,
         packs_per_step=config.order.packs_per_step,

@@ -25,6 +25,7 @@ COMMANDS = {
     "plan": ("omni_pipeline.cli.plan", "Print what a step would do, without running it."),
     "profile": ("omni_pipeline.cli.profile", "Tell where the time of a trained run went."),
     "report": ("omni_pipeline.cli.report", "Write the HTML report of a run."),
+    "simulate": ("omni_pipeline.cli.simulate", "Model a step on any number of ranks, and its rivals."),
     "train": ("omni_pipeline.cli.train", "Train from a run file; continues from the latest checkpoint."),
 }
 

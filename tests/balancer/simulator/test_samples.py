@@ -53,3 +53,13 @@ def test_recordings_and_texts_have_the_stated_means() -> None:
     tokens = np.array([sample.num_tokens for sample in text_samples(8000, seed=0)])
     assert np.median(tokens) == pytest.approx(600, rel=0.06)
     assert tokens.mean() == pytest.approx(1230, rel=0.08)
+
+
+def test_public_sizes_only_leave_out_what_is_assumed_beside_them() -> None:
+    images = np.array([sample.segments[0].grid for sample in image_samples(2000, seed=0, public_only=True)])
+    longer = images[:, 1:].max(axis=1)
+    assert set(longer.tolist()) == {46, 74}
+    assert np.mean(longer == 46) == pytest.approx(0.5, abs=0.05)
+    speech = media_rows(speech_samples(2000, seed=0, public_only=True)) / 25
+    assert speech.max() <= 20
+    assert text_samples(50, seed=0, public_only=True) == text_samples(50, seed=0)
