@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -31,10 +32,15 @@ TRUE = {"pair_s": 3e-9, "position_s": 2e-6, "segment_s": 1e-5, "microbatch_s": 4
 GRIDS = [((1, side, 2 * side), count) for side in (4, 10, 18, 30) for count in (1, 3, 7)]
 
 
-def measure(true: dict[str, float], *, noise: dict[int, float] | None = None) -> list[Measured]:
+def measure(
+    true: dict[str, float],
+    *,
+    noise: dict[int, float] | None = None,
+    content: Sequence[tuple[tuple[int, int, int], int]] = GRIDS,
+) -> list[Measured]:
     """Return microbatches that take exactly what ``true`` says, but for the factors of ``noise``."""
     found = []
-    for index, (grid, count) in enumerate(GRIDS):
+    for index, (grid, count) in enumerate(content):
         sizes = media_sizes(SHAPE, grid)
         seconds = (
             true["pair_s"] * count * sizes.pairs(SHAPE)
@@ -71,10 +77,16 @@ def test_an_outlier_is_named_and_shows_in_the_largest_error() -> None:
 
 
 def test_errors_are_those_of_microbatches_left_out() -> None:
-    # One number per microbatch could be fitted; what is left out cannot be known.
-    noise = {index: 1.3 if index % 2 else 1 / 1.3 for index in range(len(GRIDS))}
-    fit = fit_cost(measure(TRUE, noise=noise), shape=SHAPE)
-    assert 0.15 < fit.median_error < 0.6
+    # Only the large one tells pairs from positions: a fit with it hits it, a fit without cannot.
+    content = [((1, 4, 4), count) for count in range(1, 11)] + [((1, 90, 90), 1)]
+    measured = measure(TRUE, content=content)
+    fit = fit_cost(measured, shape=SHAPE)
+    (sizes,) = measured[-1].items
+    predicted = fit.seconds(pairs=sizes.pairs(SHAPE), positions=sizes.positions, segments=1)
+    assert predicted + fit.microbatch_s == pytest.approx(measured[-1].seconds)
+    assert fit.worst == "1 of (1, 90, 90)"
+    assert fit.max_error > 0.3
+    assert fit.median_error < 1e-9
 
 
 def test_no_coefficient_is_below_zero() -> None:

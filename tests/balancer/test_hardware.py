@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from balancer.hardware import HardwareProfile, known_hardware, load_hardware, save_hardware
+from balancer.hardware import HardwareProfile, efficiency_curve, known_hardware, load_hardware, save_hardware
 from omni_pipeline.core.errors import ConfigError
 from tests.support.hardware import flat_hardware
 
@@ -76,6 +76,24 @@ def test_efficiency_is_linear_in_the_logarithm_and_flat_outside() -> None:
 def test_more_tokens_never_take_less_time(tokens: int) -> None:
     machine = load_hardware("h100")
     assert (tokens + 1) / machine.attained(tokens + 1) >= tokens / machine.attained(tokens)
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1 << 20), st.floats(0.001, 1.5)), min_size=1, unique_by=lambda p: p[0])
+)
+def test_any_measurement_gives_a_curve_that_a_profile_takes(measured: list[tuple[int, float]]) -> None:
+    measured.sort()
+    curve = with_curve(*efficiency_curve(measured)).efficiency
+    assert [tokens for tokens, _ in curve] == [tokens for tokens, _ in measured]
+    # Points are only raised, and never above the largest measurement.
+    top = min(1.0, max(fraction for _, fraction in measured))
+    for (_, fraction), (_, found) in zip(measured, curve, strict=True):
+        assert min(1.0, fraction) <= found <= top
+
+
+def test_a_curve_that_was_measured_well_stays_as_it_is() -> None:
+    assert efficiency_curve([(64, 0.25), (128, 0.5), (512, 0.75)]) == ((64, 0.25), (128, 0.5), (512, 0.75))
+    assert efficiency_curve([(64, 0.1), (128, 0.5), (256, 0.4)]) == ((64, 0.25), (128, 0.5), (256, 0.5))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import hypothesis.strategies as st
@@ -127,6 +128,10 @@ def test_a_clip_of_few_frames_is_joined_over_many_ranks() -> None:
 def test_a_recording_is_never_joined_because_its_convolutions_cross_rows() -> None:
     assert cut_segment(audio(20), (59, 1, 1), 4) is None  # three chunks
     assert cut_segment(audio(0), (400, 1, 1), 2) is None  # all attends to all
+    some_full = dataclasses.replace(audio(20), full_attention_layers=1)
+    assert cut_segment(some_full, (400, 1, 1), 2) is None
+    # Two chunks, and one position more that makes no row: no third share.
+    assert cut_segment(audio(20), (41, 1, 1), 3) is None
     whole = cut_segment(audio(0), (400, 1, 1), 1)
     assert whole is not None
     assert (whole.rows, whole.joined) == ((100,), False)
