@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 
 from balancer.cost import CostModel
-from balancer.exchange import ExchangeSetting
 from balancer.planner import BalanceConfig, GroupPlanner
 from loaders.assemble import ModelInputs, encoder_inputs, pieces_of, segment_of
 from loaders.decode.text import ByteTokenizer
@@ -70,14 +69,12 @@ def text_sample(row: int, *, loss: bool = True, source: str = "text") -> Sample:
     return make_sample([text_segment(5 + row % 4, loss=loss)], source=source, row=row)
 
 
-def make_planner(
-    topology: Topology, *, num_packs: int, balance: bool, exchange: ExchangeSetting = "auto"
-) -> GroupPlanner:
-    """Return a planner with one lane per pack."""
+def make_planner(topology: Topology, *, num_packs: int, balance: bool, **settings: Any) -> GroupPlanner:
+    """Return a planner with one lane per pack, and other ``settings`` of ``BalanceConfig``."""
     return GroupPlanner(
         topology,
         cost_model=_cost_model(),
-        config=BalanceConfig(enabled=balance, exchange=exchange),
+        config=BalanceConfig(enabled=balance, **settings),
         num_lanes=num_packs,
         packs_per_step=num_packs,
         encoders=ENCODERS,

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from balancer.lssp import LsspConfig
 from omni_pipeline.core.batch import Batch, JoinedSegment
 from omni_pipeline.core.errors import OmniError, PlanError
 from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
@@ -140,12 +141,17 @@ def _check(world_size: int, names: list[str], *, layouts: dict[str, ParallelConf
     by_rank = run_ranks(world_size, _run, args=(world_size, names, layouts or {}))
     for name in names:
         result, gradients = by_rank[0][name]
-        expected = _reference(world_size, name)
-        torch.testing.assert_close(result.loss, expected.loss, rtol=1e-12, atol=0, msg=name)
-        torch.testing.assert_close(result.grad_norm, expected.grad_norm, rtol=1e-11, atol=0, msg=name)
-        for parameter, gradient in expected.gradients.items():
-            error = (gradients[parameter] - gradient).norm()
-            assert error <= 1e-11 * gradient.norm() + 1e-15, f"{name}: {parameter} is off by {error}"
+        _compare(result, gradients, _reference(world_size, name), name)
+
+
+def _compare(
+    result: StepResult, gradients: Mapping[str, torch.Tensor], expected: parity.Reference, name: str
+) -> None:
+    torch.testing.assert_close(result.loss, expected.loss, rtol=1e-12, atol=0, msg=name)
+    torch.testing.assert_close(result.grad_norm, expected.grad_norm, rtol=1e-11, atol=0, msg=name)
+    for parameter, gradient in expected.gradients.items():
+        error = (gradients[parameter] - gradient).norm()
+        assert error <= 1e-11 * gradient.norm() + 1e-15, f"{name}: {parameter} is off by {error}"
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -156,6 +162,43 @@ def test_shared_segments_give_the_step_of_one_plain_process(world_size: int) -> 
 def test_shared_segments_with_gradients_summed_once_and_meshes_of_two() -> None:
     once = ParallelConfig(reshard="step", dp_shard=2)
     _check(4, ["degrees two and four at once"], layouts={"vision": once, "audio": once})
+
+
+def _run_planned(
+    rank: int, world_size: int, packs: tuple[Pack, ...], lssp: LsspConfig
+) -> tuple[StepResult, dict[str, torch.Tensor], set[tuple[int, bool]]]:
+    """Run a step as the planner makes it; also return the degrees of its long segments, and if joined."""
+    topology = Topology(world_size)
+    model = _colocated(topology)
+    recorder = Recorder(model.module)
+    planner = parity.make_planner(topology, num_packs=len(packs), balance=True, lssp=lssp)
+    plan = planner.plan(packs, step=0, group=0)
+    batch = parity.build_batch(plan, planner, rank=rank)
+    result = train_step(_learner(model, recorder), batch, step=0)
+    long = {(len(item.ranks), item.joined) for item in plan.media if item.is_long}
+    return result, (recorder.gradients if rank == 0 else {}), long
+
+
+MANY = _packs([LONG], MIXED[2:4], TEXT[:2], [CUT, WIDE], [MIXED[1]], TEXT[2:3])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "packs", "lssp", "kinds"),
+    [
+        (2, _packs([WIDE], TEXT[:1]), LsspConfig(kind="auto"), {(2, True)}),
+        (2, MANY, LsspConfig(kind="fixed", min_rows=10), {(2, True), (2, False)}),
+        (4, MANY, LsspConfig(kind="fixed", min_rows=10), {(4, True), (4, False), (2, False)}),
+    ],
+    ids=["auto", "degree two", "degree four"],
+)
+def test_plans_of_the_planner_with_long_segments_give_the_step_of_one_plain_process(
+    world_size: int, packs: tuple[Pack, ...], lssp: LsspConfig, kinds: set[tuple[int, bool]]
+) -> None:
+    by_rank = run_ranks(world_size, _run_planned, args=(world_size, packs, lssp))
+    result, gradients, long = by_rank[0]
+    assert long == kinds
+    expected = parity.reference_step(build_model(parity.CONFIG, seed=3).double(), packs)
+    _compare(result, gradients, expected, str(lssp))
 
 
 def _count_exchanges(rank: int, kind: str) -> tuple[int, int]:
