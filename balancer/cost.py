@@ -201,16 +201,17 @@ class CostModel:
         one_way_s = num_messages * machine.node_latency_s + num_messages_network * machine.network_latency_s
         latency_s = 2 * one_way_s
         if kind == "symmetric":
-            node_s = 2 * total_rows * self._row_bytes / machine.node_bytes_per_s
-            part_bytes = 2 * total_rows * self._row_bytes / machine.ranks_per_node
+            node_s = 2 * total_rows * self.bytes_per_row / machine.node_bytes_per_s
+            part_bytes = 2 * total_rows * self.bytes_per_row / machine.ranks_per_node
             network_s = part_bytes / machine.network_bytes_per_s if num_messages_network else 0.0
             return node_s + network_s + latency_s
-        node_s = num_rows * self._row_bytes / machine.node_bytes_per_s
-        network_s = num_rows_network * self._row_bytes / machine.network_bytes_per_s
+        node_s = num_rows * self.bytes_per_row / machine.node_bytes_per_s
+        network_s = num_rows_network * self.bytes_per_row / machine.network_bytes_per_s
         return (max(node_s, network_s) if kind == "exact" else node_s + network_s) + latency_s
 
     @property
-    def _row_bytes(self) -> int:
+    def bytes_per_row(self) -> int:
+        """Bytes that one embedding row moves, its gradient included."""
         return self.row_bytes or 2 * self.value_bytes * self.llm.hidden
 
     @property

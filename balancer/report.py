@@ -1,16 +1,19 @@
-"""A plan as rows for tables: what runs where, how full it is, and what each rank encodes before and after.
+"""A plan as rows for tables: what runs where, how full it is, who encodes what, and how rows travel.
 
 Plain data: whoever prints them (the CLI, the HTML report) decides how they look.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from balancer.cost import CostModel
-from balancer.layout import row_owners
-from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
-from omni_pipeline.core.topology import Topology
+from balancer.exchange import ExchangePricer
+from balancer.layout import SequenceLayout
+from balancer.nodes import group_nodes
+from balancer.reshard import Routes, build_routes
+from omni_pipeline.core.plan import ExchangeKind, MediaPlacement, Pack, StepPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,30 @@ class RankRow:
     num_rows_after: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExchangeRow:
+    """How the rows of one microbatch travel in a group.
+
+    Args:
+        microbatch: Of the step.
+        kind: Of the exchange.
+        num_rows: Embedding rows of all ranks.
+        num_moved: Rows whose owner did not make them.
+        node_bytes: Bytes of moved rows and their gradients that stay inside a node, each row counted once; a
+            summed buffer and two hops carry more.
+        network_bytes: Likewise, between nodes.
+        exchange_s: Modelled time, there and back, seconds.
+    """
+
+    microbatch: int
+    kind: ExchangeKind
+    num_rows: int
+    num_moved: int
+    node_bytes: int
+    network_bytes: int
+    exchange_s: float
+
+
 def pack_rows(plan: StepPlan, *, cost_model: CostModel, seq_len: int) -> list[PackRow]:
     """Return one row per (replica, microbatch) of the group, by microbatch then replica, empty ones too.
 
@@ -111,16 +138,49 @@ def rank_rows(plan: StepPlan, unbalanced: StepPlan, *, cost_model: CostModel) ->
     ]
 
 
-def moved_rows_fraction(plan: StepPlan, topology: Topology) -> float:
-    """Return the share of embedding rows that are encoded outside of their replica's owners, 0 to 1."""
-    owners = {replica: set(row_owners(topology, replica)) for replica in plan.replicas}
-    moved = sum(
-        rows
-        for item in plan.media
-        for rank, rows in zip(item.ranks, item.shares, strict=True)
-        if rank not in owners[plan.slots[item.pack].replica]
+def exchange_rows(
+    plan: StepPlan, *, layout: SequenceLayout, encoders: Sequence[str], cost_model: CostModel
+) -> list[ExchangeRow]:
+    """Return one row per microbatch.
+
+    Args:
+        plan: What to show.
+        layout: Who owns which positions.
+        encoders: All encoders of the run.
+        cost_model: Prices the exchanges.
+    """
+    pricer = ExchangePricer(cost_model, group_nodes(layout.topology, plan.group))
+    return [
+        _exchange_row(
+            build_routes(plan, microbatch=microbatch, layout=layout, encoders=encoders),
+            microbatch=microbatch,
+            kind=kind,
+            pricer=pricer,
+        )
+        for microbatch, kind in enumerate(plan.exchanges)
+    ]
+
+
+def moved_rows_fraction(exchanges: Sequence[ExchangeRow]) -> float:
+    """Return the share of embedding rows that change rank, 0 to 1."""
+    return sum(row.num_moved for row in exchanges) / max(1, sum(row.num_rows for row in exchanges))
+
+
+def _exchange_row(
+    routes: Routes, *, microbatch: int, kind: ExchangeKind, pricer: ExchangePricer
+) -> ExchangeRow:
+    node, bytes_per_row = routes.nodes.node, pricer.cost_model.bytes_per_row
+    moved = int(routes.rows[routes.maker != routes.owner].sum())
+    between = int(routes.rows[node[routes.maker] != node[routes.owner]].sum())
+    return ExchangeRow(
+        microbatch=microbatch,
+        kind=kind,
+        num_rows=int(routes.rows.sum()),
+        num_moved=moved,
+        node_bytes=(moved - between) * bytes_per_row,
+        network_bytes=between * bytes_per_row,
+        exchange_s=pricer.seconds(kind, routes.maker, routes.owner, routes.rows),
     )
-    return moved / max(1, sum(item.num_rows for item in plan.media))
 
 
 def _pack_row(pack: Pack, replica: int, microbatch: int, cost_model: CostModel, seq_len: int) -> PackRow:

@@ -32,7 +32,7 @@ import numpy as np
 from balancer.cost import CostModel
 from balancer.partition import FloatArray
 from balancer.planner import BalanceConfig, GroupPlanner
-from balancer.report import moved_rows_fraction
+from balancer.report import exchange_rows, moved_rows_fraction
 from benchmarks.synthetic import ENCODERS, SEQ_LEN, Mixture, cost_model, make_packs
 from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.topology import Topology
@@ -147,7 +147,9 @@ def measure_mixture(mixture: Mixture, *, seed: int, num_ranks: int = MIXTURE_RAN
         "long": sum(item.is_long for item in plan.media),
         "encoder": {"before": encoder.imbalance_before, "after": encoder.imbalance_after},
         "llm": {"before": llm.imbalance_before, "after": llm.imbalance_after},
-        "moved_rows_fraction": moved_rows_fraction(plan, planner.topology),
+        "moved_rows_fraction": moved_rows_fraction(
+            exchange_rows(plan, layout=planner.layout, encoders=ENCODERS, cost_model=planner.cost_model)
+        ),
         "step_speedup": (encoder.makespan_before + llm.makespan_before) / step_s(plan),
     }
 

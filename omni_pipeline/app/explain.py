@@ -7,7 +7,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from balancer.planner import GroupPlanner
-from balancer.report import PackRow, RankRow, moved_rows_fraction, pack_rows, rank_rows
+from balancer.report import (
+    ExchangeRow,
+    PackRow,
+    RankRow,
+    exchange_rows,
+    moved_rows_fraction,
+    pack_rows,
+    rank_rows,
+)
 from loaders.quarantine import QuarantineRecord, read_quarantine
 from omni_pipeline.app.follow import KnownStates, Progress, Start, follow, no_progress
 from omni_pipeline.app.run_config import RunConfig
@@ -47,13 +55,18 @@ class ExplainedGroup:
         plan: What it would do.
         packs: One row per (replica, microbatch).
         ranks: One row per rank: encoding before and after balancing.
-        moved_fraction: Share of embedding rows that cross from one rank to another.
+        exchanges: One row per microbatch: how embedding rows travel.
     """
 
     plan: StepPlan
     packs: list[PackRow]
     ranks: list[RankRow]
-    moved_fraction: float
+    exchanges: list[ExchangeRow]
+
+    @property
+    def moved_fraction(self) -> float:
+        """Share of embedding rows that cross from one rank to another."""
+        return moved_rows_fraction(self.exchanges)
 
     def sample_rows(self) -> Iterator[SampleRow]:
         """Yield every sample, in plan order."""
@@ -78,6 +91,7 @@ class ExplainedGroup:
         return {
             **content,
             "encoding": [asdict(row) for row in self.ranks],
+            "travel": [asdict(row) for row in self.exchanges],
             "moved_rows_fraction": self.moved_fraction,
         }
 
@@ -172,7 +186,9 @@ def _explained(plan: StepPlan, planner: GroupPlanner, *, seq_len: int) -> Explai
         plan=plan,
         packs=pack_rows(plan, cost_model=planner.cost_model, seq_len=seq_len),
         ranks=rank_rows(plan, planner.unbalanced(plan), cost_model=planner.cost_model),
-        moved_fraction=moved_rows_fraction(plan, planner.topology),
+        exchanges=exchange_rows(
+            plan, layout=planner.layout, encoders=planner.encoders, cost_model=planner.cost_model
+        ),
     )
 
 

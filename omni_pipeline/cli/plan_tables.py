@@ -88,6 +88,7 @@ def _print_group(console: Console, group: ExplainedGroup) -> None:
     )
     _print_packs(console, group)
     _print_encoding(console, group)
+    _print_exchanges(console, group)
     encoder, llm = plan.encoder_balance, plan.llm_balance
     say(
         console,
@@ -130,6 +131,25 @@ def _print_encoding(console: Console, group: ExplainedGroup) -> None:
             str(item.num_rows_after),
         )
     console.print(ranks)
+
+
+def _print_exchanges(console: Console, group: ExplainedGroup) -> None:
+    table = make_table(
+        "exchange of embedding rows",
+        ["microbatch", "kind"],
+        ["rows", "moved", "MB in nodes", "MB between", "ms"],
+    )
+    for row in group.exchanges:
+        table.add_row(
+            str(row.microbatch),
+            row.kind if row.num_moved else "-",
+            str(row.num_rows),
+            str(row.num_moved),
+            f"{row.node_bytes / 1e6:.3g}",
+            f"{row.network_bytes / 1e6:.3g}",
+            f"{1e3 * row.exchange_s:.3g}",
+        )
+    console.print(table)
 
 
 def _print_samples(console: Console, group: ExplainedGroup) -> None:

@@ -7,12 +7,19 @@ import dataclasses
 import pytest
 from hypothesis import given, settings
 
-from balancer.report import moved_rows_fraction, pack_rows, rank_rows
-from omni_pipeline.core.plan import Pack
+from balancer.planner import GroupPlanner
+from balancer.report import ExchangeRow, exchange_rows, moved_rows_fraction, pack_rows, rank_rows
+from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
-from tests.balancer.worlds import LSSP, Step, clip_pack, cost_model, steps
+from tests.balancer.worlds import LSSP, Step, clip_pack, cost_model, image_pack, steps
 from tests.support.strategies import make_sample, media_segment, text_segment
+
+
+def travel(planner: GroupPlanner, plan: StepPlan) -> list[ExchangeRow]:
+    return exchange_rows(
+        plan, layout=planner.layout, encoders=planner.encoders, cost_model=planner.cost_model
+    )
 
 
 def test_rows_of_packs_name_their_samples_and_show_empty_places() -> None:
@@ -47,8 +54,8 @@ def test_rows_of_ranks_show_the_load_before_and_after() -> None:
         (0, 2, 32),
     ]
     assert rows[0].before_s == pytest.approx(2 * rows[0].after_s)
-    assert moved_rows_fraction(plan, step.topology) == 0.5
-    assert moved_rows_fraction(off, step.topology) == 0
+    assert moved_rows_fraction(travel(planner, plan)) == 0.5
+    assert moved_rows_fraction(travel(planner, off)) == 0
 
 
 def test_rows_of_ranks_show_their_shares_of_long_segments() -> None:
@@ -79,7 +86,12 @@ def test_rows_add_up_to_the_balance_of_the_plan(step: Step) -> None:
         packs = pack_rows(plan, cost_model=planner.cost_model, seq_len=100)
         assert len(packs) == len(plan.replicas) * plan.num_microbatches
         assert sum(row.num_tokens for row in packs) == plan.num_tokens
-        assert 0 <= moved_rows_fraction(plan, step.topology) <= 1
+        exchanges = travel(planner, plan)
+        assert [row.num_rows for row in exchanges] == [
+            sum(item.num_rows for item in plan.media_in(microbatch))
+            for microbatch in range(plan.num_microbatches)
+        ]
+        assert 0 <= moved_rows_fraction(exchanges) <= 1
 
 
 def test_a_segment_that_follows_its_pack_moves_no_rows() -> None:
@@ -93,4 +105,17 @@ def test_a_segment_that_follows_its_pack_moves_no_rows() -> None:
     step = Step(Topology(world_size=2), 3, 1, packs)
     planner = step.planner()
     plan = planner.plan(packs, step=0, group=0)
-    assert moved_rows_fraction(plan, step.topology) == 0
+    assert moved_rows_fraction(travel(planner, plan)) == 0
+
+
+def test_rows_of_exchanges_tell_bytes_inside_and_between_nodes() -> None:
+    pack = image_pack(0, num_images=4)
+    step = Step(Topology(4, ranks_per_node=2), 1, 1, (pack,))
+    planner = step.planner(model=cost_model(bytes_per_s=1e9), exchange="exact")
+    plan = planner.plan((pack,), step=0, group=0)
+    (row,) = travel(planner, plan)
+    # Four images of 16 rows; one goes to the other rank of the node, two to the other node. A row has 16
+    # values of 2 bytes, and as many for the gradient.
+    assert (row.kind, row.num_rows, row.num_moved) == ("exact", 64, 48)
+    assert (row.node_bytes, row.network_bytes) == (16 * 64, 32 * 64)
+    assert row.exchange_s == pytest.approx(32 * 64 / 1e9)
