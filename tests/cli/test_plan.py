@@ -107,7 +107,7 @@ def test_long_segments_are_counted_and_show_the_rows_of_each_rank(plan: Plan) ->
     assert f"{len(media)} media segments ({num_long} long)" in shown
     first, second = media[0]["shares"]
     assert f"@ 0: {first} + 1: {second}" in " ".join(shown.split())
-    assert [row["num_long"] for row in group["encoding"]] == [len(media)] * 2
+    assert [row["num_long"] for row in group["encoding"]] == [num_long] * 2
     assert plan.json(*flags, "--balance.lssp.kind", "off")["groups"][0]["num_long"] == 0
 
 
