@@ -1,14 +1,13 @@
 """What this machine attains: matrix products by size, memory, starts of kernels, and collectives between
 ranks.
 
-Every figure is the median of repeats on the device of this rank, all ranks measuring at the same time, as
-they compute at the same time in a step.
+Every figure is the best of some repeats on the device of this rank: what disturbs one of them is not the
+machine. All ranks measure at the same time, as they compute at the same time in a step.
 """
 
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-REPEATS = 7
+REPEATS = 11
 KERNEL_STARTS = 1000
 
 
@@ -43,7 +42,7 @@ def product_rates(
     for num in tokens:
         rows = torch.randn(num, width, device=device, dtype=dtype)
         found.append(
-            (num, 2 * num * width * inner / _median_s(functools.partial(torch.matmul, rows, weight), device))
+            (num, 2 * num * width * inner / _best_s(functools.partial(torch.matmul, rows, weight), device))
         )
     return found
 
@@ -53,7 +52,7 @@ def copy_bytes_per_s(device: torch.device) -> float:
     num = 1 << (30 if device.type == "cuda" else 26)
     source = torch.zeros(num, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * num / _median_s(lambda: target.copy_(source), device)
+    return 2 * num / _best_s(lambda: target.copy_(source), device)
 
 
 def kernel_start_s(device: torch.device) -> float:
@@ -64,7 +63,7 @@ def kernel_start_s(device: torch.device) -> float:
         for _ in range(KERNEL_STARTS):
             number.add_(1)
 
-    return _median_s(start, device) / KERNEL_STARTS
+    return _best_s(start, device) / KERNEL_STARTS
 
 
 def link_rates(device: torch.device) -> dict[str, LinkRate]:
@@ -84,7 +83,7 @@ def link_rates(device: torch.device) -> dict[str, LinkRate]:
             whole = torch.zeros(num, device=device)
             part = torch.zeros(num // num_ranks, device=device)
             dist.barrier()
-            seconds.append(_median_s(functools.partial(collective, whole, part), device))
+            seconds.append(_best_s(functools.partial(collective, whole, part), device))
         sent = 4 * (large - small) * (num_ranks - 1) / num_ranks
         found[name] = LinkRate(seconds[0], sent / max(seconds[1] - seconds[0], 1e-9))
     return found
@@ -99,8 +98,8 @@ def _collectives(num_ranks: int) -> dict[str, Callable[[Tensor, Tensor], object]
     }
 
 
-def _median_s(run: Callable[[], object], device: torch.device) -> float:
-    """Return the median seconds of ``run``, the device's work included; the first time does not count."""
+def _best_s(run: Callable[[], object], device: torch.device) -> float:
+    """Return the least seconds of ``run``, the device's work included; the first time does not count."""
     seconds = []
     for _ in range(REPEATS + 1):
         started = time.perf_counter()
@@ -108,4 +107,4 @@ def _median_s(run: Callable[[], object], device: torch.device) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-    return max(statistics.median(seconds[1:]), 1e-9)
+    return max(min(seconds[1:]), 1e-9)
