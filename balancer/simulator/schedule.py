@@ -184,18 +184,19 @@ def _with_collect(slots: Stage) -> Stage:
 
 
 def _with_encoders(slots: Stage, clock: Clock, moments: list[tuple[float, int, Slot]]) -> Stage:
-    """Insert encoder slots at their moments, never out of their order."""
+    """Insert encoder slots at their moments.
+
+    They keep their order on every stage: between a backward of stage 0 and its next need lies a whole slot of
+    both kinds, longer than any that could run through both moments.
+    """
     issues: list[list[Slot]] = [[] for _ in range(len(slots) + 1)]
     work: list[list[Slot]] = [[] for _ in range(len(slots) + 1)]
-    at = 0
     for moment, _, slot in moments:
         if slot.task == "encode":
-            at = max(at, clock.early(moment))
-            work[at] += [slot, Slot("dispatch", slot.microbatch)]
+            work[clock.early(moment)] += [slot, Slot("dispatch", slot.microbatch)]
         else:
             issues[clock.early(moment)].append(Slot("collect", slot.microbatch))
-            at = max(at, clock.late(moment))
-            work[at].append(slot)
+            work[clock.late(moment)].append(slot)
     found: list[Slot] = []
     for index in range(len(slots) + 1):
         found += [*issues[index], *work[index], *slots[index : index + 1]]

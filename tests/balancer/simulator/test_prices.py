@@ -36,6 +36,9 @@ def test_a_gather_between_nodes_uses_the_ports_of_all_members_of_a_node() -> Non
     # One member in each node: one port, no links inside.
     assert spread_of((0, 4), MACHINE) == Spread(2, 2)
     assert gather_s(4e9, Spread(2, 2), MACHINE) == 20 + 3
+    # Its links inside are not used, however slow.
+    quick = MACHINE.model_copy(update={"network_bytes_per_s": 1e10})
+    assert gather_s(4e9, Spread(2, 2), quick) == pytest.approx(0.2 + 3)
     assert reduce_all_s(4e9, Spread(2, 2), MACHINE) == 2 * 23
 
 
@@ -117,8 +120,9 @@ def test_the_llm_s_slots_divide_a_pack_and_pay_for_their_collectives() -> None:
 
 def test_encoding_is_priced_by_rank_and_microbatch() -> None:
     setup = Setup(Topology(2), model(kernel_s=1e-4))
-    plans = make_plans(some_packs(setup.topology), setup, "no_lssp")
+    plans = make_plans(some_packs(setup.topology), setup, "no_balancing")
     segments = planned_segments(plans, setup)
+    assert len({(item.ranks, item.microbatch) for item in segments}) < 2 * plans[0].num_microbatches
     encoding = encode(segments, setup, hosts=range(2), num_microbatches=plans[0].num_microbatches)
     for rank in range(2):
         for microbatch in range(plans[0].num_microbatches):

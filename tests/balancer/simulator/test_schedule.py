@@ -49,6 +49,19 @@ def test_1f1b_of_three_stages_in_full() -> None:
     ]
 
 
+def test_on_demand_of_two_stages_in_full() -> None:
+    """E: encode, X: dispatch, C: collect, B: encoders backward; what stage 0 needs comes first."""
+    letters = {"encode": "E", "dispatch": "X", "collect": "C", "encode_backward": "B"}
+    stages = [
+        " ".join(f"{letters.get(slot.task, slot.task[0])}{slot.microbatch}" for slot in slots)
+        for slots in on_demand(2, 3, forward_fraction=1 / 3)
+    ]
+    assert stages == [
+        "E0 X0 f0 E1 X1 f1 b0 C0 E2 X2 B0 f2 b1 C1 B1 b2 C2 B2",
+        "E0 X0 E1 X1 f0 b0 f1 C0 E2 X2 b1 B0 f2 C1 b2 C2 B1 B2",
+    ]
+
+
 def test_messages_delay_only_the_way_through_the_pipeline() -> None:
     times = [
         run_stages(one_f_one_b(4, 1), num_microbatches=1, llm_s=(1, 2), message_s=seconds).step_s
@@ -61,10 +74,14 @@ def test_encoders_spread_over_the_stages_lengthen_a_slot_by_their_part() -> None
     """Per microbatch T + E / P on demand, T + E in stage 0; T = 12 + 24, E = 4 x (2 + 4)."""
 
     def step_s(stages: tuple[Stage, ...], count: int, encoder_s: list[tuple[float, float]]) -> float:
-        return run_stages(stages, num_microbatches=count, llm_s=(12, 24), encoder_s=encoder_s).step_s
+        return run_stages(
+            stages, num_microbatches=count, llm_s=(12, 24), encoder_s=encoder_s, exchange_s=exchange_s
+        ).step_s
 
     spread, whole = [(2.0, 4.0)] * 4, [(8.0, 16.0)]
+    exchange_s: float | None = 0.0
     demand = [step_s(on_demand(4, count, forward_fraction=1 / 3), count, spread) for count in (20, 21)]
+    exchange_s = None
     stage0 = [step_s(first_stage(4, count), count, whole) for count in (20, 21)]
     assert demand[1] - demand[0] == 36 + 24 / 4
     assert stage0[1] - stage0[0] == 36 + 24
