@@ -76,10 +76,10 @@ def bubble_slots(
 ) -> Filled:
     """Return 1F1B with encoder work in its bubbles.
 
-    Each microbatch goes to the stage where least of its forward has to run before the step, because stage 0
-    needs it before the stage has enough bubbles; of equals to the one with the least so far. Its backward
-    fills the bubbles of that stage from the moment that stage 0 has done its own; the rest runs after the
-    step.
+    What stage 0 needs before a stage has had enough bubbles runs before the step. Each microbatch goes to the
+    stage that makes this shortest; of equals where least of it does so, then where least is so far. Its
+    backward fills the bubbles of that stage from the moment that stage 0 has done its own; the rest runs
+    after the step.
 
     Args:
         num_stages: Pipeline stages.
@@ -97,7 +97,11 @@ def bubble_slots(
     for microbatch in range(num_microbatches):
         window = 0.0, needed[microbatch]
         left_s = [encoder_s[0] - sum(_free(found, encoder_s[0], window).values()) for found in bubbles]
-        stage = min(range(num_stages), key=lambda index: (early_s[index] + left_s[index], given_s[index]))
+        before = [
+            (max(*early_s, early_s[index] + left_s[index]), left_s[index], given_s[index])
+            for index in range(num_stages)
+        ]
+        stage = before.index(min(before))
         slot = Slot("encode", microbatch)
         _fill(bubbles[stage], inserted[stage], slot, encoder_s[0], window, rest_before=-1)
         early_s[stage] += left_s[stage]

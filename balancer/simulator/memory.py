@@ -2,7 +2,7 @@
 
 Activations are counted along the slots: they are there from a forward to its backward, so what 1F1B bounds
 (stage s keeps P - s microbatches) and what encoding on demand or up front keeps follows from the schedule
-itself.
+itself. Left out: rows and messages on their way, logits, workspaces, and what an allocator loses.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from balancer.simulator.exchanges import Exchange
 from balancer.simulator.schedule import Stage
 from balancer.simulator.setup import Setup
 from balancer.simulator.shards import Shards
-from balancer.simulator.work import Encoding, LlmWork
+from balancer.simulator.work import EncoderWork, LlmWork
 from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.topology import Topology
 
@@ -25,7 +25,7 @@ class Prepared:
     """
 
     work: StepWork
-    encoding: Encoding
+    encoding: EncoderWork
 
 
 def all_packs(plans: Sequence[StepPlan]) -> list[Pack]:
@@ -68,7 +68,7 @@ def seats_of(
 
 def step_work(
     seats: tuple[Seat, ...],
-    encoding: Encoding,
+    encoding: EncoderWork,
     llm: LlmWork,
     *,
     setup: Setup,

@@ -14,7 +14,7 @@ from balancer.simulator.work import (
     GATHERS_PER_LAYER,
     VALUE_BYTES,
     EncoderPart,
-    Encoding,
+    EncoderWork,
     PlacedSegment,
     encoder_seconds,
 )
@@ -26,7 +26,7 @@ Team = tuple[int, ...]
 
 def encode_in_teams(
     segments: Sequence[PlacedSegment], teams: Sequence[Team], setup: Setup, *, tp: int, num_microbatches: int
-) -> Encoding:
+) -> EncoderWork:
     """Return the encoders' work if each segment is encoded by all ranks of a team.
 
     The matrices are cut over ``tp`` ranks, the segments dealt evenly over what is left of a team; both are
@@ -62,7 +62,7 @@ def encode_in_teams(
             backward = backward / len(team) + exchanged * (2 if model.recompute else 1)
             parts[team[0], microbatch] = (EncoderPart(team, forward, backward),)
             load[list(team), microbatch] = forward + backward
-    return Encoding(parts, load, kept, tuple(rank for team in teams for rank in team))
+    return EncoderWork(parts, load, kept, tuple(rank for team in teams for rank in team))
 
 
 def given_to(item: PlacedSegment, team: Team) -> PlacedSegment:

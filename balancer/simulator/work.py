@@ -44,7 +44,7 @@ class EncoderPart:
 
 
 @dataclass(frozen=True)
-class Encoding:
+class EncoderWork:
     """What the ranks encode.
 
     Args:
@@ -161,7 +161,7 @@ def llm_work(packs: Mapping[tuple[int, int], Pack], setup: Setup, *, num_microba
 
 def encode(
     segments: Sequence[PlacedSegment], setup: Setup, *, hosts: Iterable[int], num_microbatches: int
-) -> Encoding:
+) -> EncoderWork:
     """Return the encoders' work; every host runs its encoders in each microbatch, whatever it has to encode.
 
     Args:
@@ -198,7 +198,7 @@ def encode(
     load = np.zeros(kept.shape)
     for place, items in parts.items():
         load[place] = sum(part.forward_s + part.backward_s for part in items)
-    return Encoding({place: tuple(items) for place, items in parts.items()}, load, kept, hosts)
+    return EncoderWork({place: tuple(items) for place, items in parts.items()}, load, kept, hosts)
 
 
 def encoder_seconds(

@@ -181,6 +181,18 @@ def test_rows_travel_as_the_plan_s_routes_say(step: Step) -> None:
     assert len(exchanges) == len(plans) * plans[0].num_microbatches
 
 
+def test_rows_are_told_apart_by_microbatch_in_whatever_order_the_media_are() -> None:
+    setup = Setup(Topology(4), model())
+    plans = make_plans(some_packs(setup.topology), setup, "no_lssp")
+    segments = planned_segments(plans, setup)
+    microbatches = [item.microbatch for item in segments]
+    assert microbatches != sorted(microbatches)
+    moved = moved_rows(segments, setup, num_microbatches=plans[0].num_microbatches)
+    for microbatch, moves in enumerate(moved):
+        own = [item for item in segments if item.microbatch == microbatch]
+        assert moves.rows.sum() == sum(item.segment.num_rows for item in own)
+
+
 def test_an_exchange_costs_its_busiest_rank() -> None:
     setup = Setup(Topology(8, ranks_per_node=4), model(node_latency_s=0.0, network_latency_s=0.0))
     plans = make_plans(some_packs(setup.topology), setup, "no_lssp")

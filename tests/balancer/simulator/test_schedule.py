@@ -201,13 +201,31 @@ def test_bubble_filling_does_all_work_once(size: tuple[int, int], forward: float
             ]
             expected = [1.0 if index == stage else 0.0 for index in range(num_stages)]
             assert shares == pytest.approx(expected)
-    run_stages(
+    timeline = run_stages(
         filled.stages,
         num_microbatches=num_microbatches,
         llm_s=(10, 20),
         encoder_s=[(forward, backward)] * num_stages,
         exchange_s=1,
     )
+    assert timeline.busy_s["encoder"].sum() == pytest.approx(num_microbatches * (forward + backward))
+
+
+@given(stages_and_microbatches, st.floats(0, 50), st.floats(0, 50))
+def test_no_bubble_gets_more_than_it_holds(size: tuple[int, int], forward: float, backward: float) -> None:
+    num_stages, num_microbatches = size
+    filled = bubble_slots(num_stages, num_microbatches, llm_s=(10, 20), encoder_s=(forward, backward))
+    times = clocks(one_f_one_b(num_stages, num_microbatches), forward=10, backward=20)
+    for slots, clock in zip(filled.stages, times, strict=True):
+        # What comes before the first slot of the LLM, or behind its last, may be more than a bubble holds.
+        between = [0.0]
+        for slot in slots:
+            if slot.task in ("forward", "backward"):
+                between.append(0.0)
+            elif slot.task.startswith("encode"):
+                between[-1] += slot.share * (forward if slot.task == "encode" else backward)
+        for index in range(1, len(clock.starts)):
+            assert between[index] <= clock.starts[index] - clock.ends[index - 1] + 1e-6
 
 
 def test_stages_that_wait_for_each_other_are_refused() -> None:
