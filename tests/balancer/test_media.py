@@ -81,6 +81,34 @@ def test_shared_at_no_cost_the_makespan_is_within_the_mean_and_one_whole_segment
     assert reached <= 1.01 * load.mean + max([*near, *shares, 0]) + len(costs)
 
 
+def test_less_exchange_never_buys_a_longer_makespan() -> None:
+    # The first and the last one's rows are with the other member: changing places would save 10 rows and
+    # lengthen 19 to 24.
+    pieces = [(0, 0, 1), (1, 1, 2), (2, 1, 9)]
+    load = media_load([5.0, 10.0, 19.0], num_members=2, rows=[1, 2, 9], home=[1, 1, 0], pieces=pieces)
+    assert makespan(load, placed(load, 1.0)) == 19
+
+
+@pytest.mark.parametrize(
+    ("costs", "rows", "max_rows"),
+    [([17.0, 11.0, 8.0, 5.0], [6, 8, 5, 9], 11), ([20.0, 11.0, 19.0], [6, 4, 7], 9)],
+)
+def test_where_even_times_break_the_cap_even_bytes_keep_it(
+    costs: list[float], rows: list[int], max_rows: int
+) -> None:
+    num_members = len(costs) - 1
+    load = media_load(costs, num_members=num_members, rows=rows, max_bytes=10.0 * max_rows)
+    encoding = place_media(load, free, search=len(costs) == 3)
+    assert encoding is not None
+    assert fits(load, encoding)
+
+
+def test_a_swap_that_breaks_the_cap_is_not_made() -> None:
+    load = media_load([6.0, 4.0, 9.0], num_members=2, rows=[6, 6, 3], home=[1, 1, 0], max_degree=1)
+    assert makespan(load, placed(load)) == 10
+    assert makespan(load, placed(dataclasses.replace(load, max_bytes=110.0))) == 13
+
+
 def two_images_on_one_of_two_ranks() -> MediaLoad:
     return media_load([4.0, 4.0], num_members=2, rows=[10, 10], max_degree=1)
 

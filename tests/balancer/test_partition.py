@@ -48,6 +48,12 @@ def test_refinement_swaps_with_a_third_bin_where_the_lightest_does_not_help() ->
     assert bin_loads(costs, refine(costs, bins, 3), 3).tolist() == [8, 12, 10]
 
 
+def test_refinement_counts_what_the_bins_hold_besides() -> None:
+    costs, bins = np.asarray([10.0, 10.0]), np.zeros(2, dtype=np.int64)
+    assert refine(costs, bins, 2, fixed=np.asarray([0.0, 11.0])).tolist() == [0, 0]
+    assert sorted(refine(costs, bins, 2, fixed=np.asarray([1.0, 1.0])).tolist()) == [0, 1]
+
+
 def test_refinement_takes_a_step_for_each_of_many_bins() -> None:
     costs, bins = np.ones(64), np.zeros(64, dtype=np.int64)
     assert makespan(costs, refine(costs, bins, 64), 64) == 1
