@@ -131,7 +131,7 @@ def step_inputs(
         ),
         pricer=ExchangePricer(cost_model, group_nodes(topology, group), exchange),
         subgroups={degree: found for degree, found in groups.items() if len(found)},
-        shares=_share_table(segments, cost_model),
+        shares=_share_table(segments, cost_model, with_bytes=encoder_memory_bytes > 0),
         forced=np.ones(len(media), dtype=np.int64),
         lssp=lssp,
         max_bytes=encoder_memory_bytes or np.inf,
@@ -161,7 +161,7 @@ def _num_bytes(segments: Sequence[Segment], cost_model: CostModel | None) -> Flo
     return np.asarray([cost_model.media_bytes(segment) for segment in segments], dtype=np.float64)
 
 
-def _share_table(segments: Sequence[Segment], cost_model: CostModel) -> ShareTable:
+def _share_table(segments: Sequence[Segment], cost_model: CostModel, *, with_bytes: bool) -> ShareTable:
     """Prices remembered: the same segment is asked for by every placement that is tried."""
 
     @functools.cache
@@ -170,7 +170,7 @@ def _share_table(segments: Sequence[Segment], cost_model: CostModel) -> ShareTab
         split = cost_model.split(segment, degree)
         if split is None:
             return None
-        num_bytes = [cost_model.media_bytes(segment, rows) for rows in split.shares]
+        num_bytes = [cost_model.media_bytes(segment, rows) if with_bytes else 0 for rows in split.shares]
         return Shares(
             rows=np.asarray(split.shares, dtype=np.int64),
             costs=_ticks(split.costs),
