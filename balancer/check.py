@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 
 import numpy as np
@@ -9,10 +10,12 @@ import numpy as np
 from balancer.cost import CostModel
 from balancer.encoding import subgroups
 from balancer.lssp import DEGREES
-from balancer.reshard import media_positions
+from balancer.reshard import MediaPlace, media_places
 from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import StepPlan
 from omni_pipeline.core.topology import Topology
+
+_PLACE_OF = operator.attrgetter(*MediaPlace._fields)
 
 
 def check_plan(plan: StepPlan, topology: Topology) -> None:
@@ -96,12 +99,8 @@ def _check_slots(plan: StepPlan, where: str) -> None:
 
 
 def _check_media_places(plan: StepPlan, where: str) -> None:
-    expected = [
-        (index, sample, segment, position, pack.samples[sample].segments[segment].num_rows)
-        for index, pack in enumerate(plan.packs)
-        for sample, segment, position in media_positions(pack)
-    ]
-    found = [(item.pack, item.sample, item.segment, item.position, item.num_rows) for item in plan.media]
+    expected = media_places(plan.packs)
+    found = list(map(_PLACE_OF, plan.media))
     if found != expected:
         differing = next(
             (pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]),
@@ -112,11 +111,12 @@ def _check_media_places(plan: StepPlan, where: str) -> None:
             where=where,
         )
     lengths = [pack.num_positions for pack in plan.packs]
+    microbatches = [slot.microbatch for slot in plan.slots]
     for item in plan.media:
-        if item.microbatch != plan.slots[item.pack].microbatch:
+        if item.microbatch != microbatches[item.pack]:
             raise PlanError(
                 f"segment {item.segment} of pack {item.pack} is encoded in microbatch {item.microbatch}, "
-                f"needed in {plan.slots[item.pack].microbatch}",
+                f"needed in {microbatches[item.pack]}",
                 where=where,
             )
         end = item.position + item.num_rows

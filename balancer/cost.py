@@ -27,7 +27,8 @@ from balancer.work import (
     activation_values,
     forward_parts,
     media_sizes,
-    sample_sizes,
+    packed_sizes,
+    sum_of_sizes,
     weight_values,
 )
 from omni_pipeline.core.errors import ConfigError
@@ -137,7 +138,7 @@ class CostModel:
         lengths = [pack.padded_len or sample.num_tokens for sample in pack.samples]
         if not lengths:
             return 0.0
-        return self._kernels_cost(LLM, self.llm, [sample_sizes(length) for length in lengths])
+        return self._kernels_cost(LLM, self.llm, packed_sizes(lengths), segments=len(lengths))
 
     def encoder_cost(self, name: str, grids: Sequence[tuple[int, int, int]]) -> float:
         """Return the seconds, forward and backward, of one microbatch of encoder ``name`` on one rank.
@@ -146,7 +147,8 @@ class CostModel:
         not the sum of ``media_cost``. No segments cost what the encoder costs on nothing.
         """
         shape = self.encoders[name]
-        return self._kernels_cost(name, shape, [media_sizes(shape, grid) for grid in grids])
+        sizes = sum_of_sizes([media_sizes(shape, grid) for grid in grids])
+        return self._kernels_cost(name, shape, sizes, segments=len(grids))
 
     def forward_fraction(self, part: str) -> float:
         """Return the share of the forward in the cost of an encoder (by name) or of "llm"."""
@@ -237,20 +239,14 @@ class CostModel:
         rate = self.hardware.best_flops_per_s
         return self._passes * math.fsum(self._part_s(part, rate) for part in forward_parts(shape, sizes))
 
-    def _kernels_cost(self, name: str, shape: TransformerShape, items: Sequence[Sizes]) -> float:
-        """One microbatch of these segments or samples, which share every kernel."""
+    def _kernels_cost(self, name: str, shape: TransformerShape, sizes: Sizes, *, segments: int) -> float:
+        """One microbatch of so many segments or samples, ``sizes`` together, which share every kernel."""
         fit = self.fits.get(name)
-        pairs = sum(item.pairs(shape) for item in items)
-        positions = sum(item.positions for item in items)
+        positions = sizes.positions
         if fit:
-            return fit.seconds(pairs=pairs, positions=positions, segments=len(items)) + fit.microbatch_s
-        together = Sizes(
-            positions=positions,
-            rows=sum(item.rows for item in items),
-            full_pairs=sum(item.full_pairs for item in items),
-            window_pairs=sum(item.window_pairs for item in items),
-        )
-        linear, *others = forward_parts(shape, together)
+            pairs = sizes.pairs(shape)
+            return fit.seconds(pairs=pairs, positions=positions, segments=segments) + fit.microbatch_s
+        linear, *others = forward_parts(shape, sizes)
         rate = self.hardware.attained(positions)
         linear = Part(linear.flops, linear.values + weight_values(shape))
         work_s = math.fsum(self._part_s(part, rate) for part in (linear, *others))

@@ -28,7 +28,12 @@ from balancer.step_inputs import TICKS_PER_S, StepInputs, step_inputs
 from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import EXACT, Balance, MediaPlacement, Pack, PackSlot, StepPlan
 from omni_pipeline.core.reshard import ReshardPlan
+from omni_pipeline.core.sample import quick_constructor
 from omni_pipeline.core.topology import Topology
+
+# A step has thousands of these.
+_pack_slot = quick_constructor(PackSlot)
+_placement = quick_constructor(MediaPlacement)
 
 
 class NodeGroup(BaseModel):
@@ -254,53 +259,44 @@ class GroupPlanner:
 
     def _check_samples(self, pack: Pack, where: str) -> None:
         for sample in pack.samples:
-            at = f"{where}, source {sample.id.source!r}, {sample.shard}, sample {sample.key}"
-            num_tokens = sum(segment.num_tokens for segment in sample.segments)
+            num_tokens = 0
+            for segment in sample.segments:
+                num_tokens += segment.num_tokens
             if num_tokens > sample.num_tokens:
-                raise PlanError(
-                    f"segments take {num_tokens} tokens, the sample says {sample.num_tokens}", where=at
-                )
-            if pack.padded_len and sample.num_tokens > pack.padded_len:
-                raise PlanError(
-                    f"sample has {sample.num_tokens} tokens, its bucket holds {pack.padded_len}", where=at
-                )
+                what = f"segments take {num_tokens} tokens, the sample says {sample.num_tokens}"
+            elif pack.padded_len and sample.num_tokens > pack.padded_len:
+                what = f"sample has {sample.num_tokens} tokens, its bucket holds {pack.padded_len}"
+            else:
+                continue
+            at = f"{where}, source {sample.id.source!r}, {sample.shard}, sample {sample.key}"
+            raise PlanError(what, where=at)
 
 
 def _slots(inputs: StepInputs, packs: PackPlacement) -> tuple[PackSlot, ...]:
     places = zip(packs.replicas.tolist(), packs.microbatches.tolist(), strict=True)
     return tuple(
-        PackSlot(pack=index, replica=inputs.replicas[replica], microbatch=microbatch)
+        _pack_slot(index, inputs.replicas[replica], microbatch)
         for index, (replica, microbatch) in enumerate(places)
     )
 
 
 def _media(inputs: StepInputs, choice: StepPlacement) -> tuple[MediaPlacement, ...]:
     microbatches = choice.packs.microbatches.tolist()
-    encoding = choice.encoding
+    degrees, alone = choice.encoding.degrees.tolist(), [(rank,) for rank in inputs.ranks]
     placements = []
-    for item, (place, encoder, member, degree) in enumerate(
-        zip(
-            inputs.media,
-            inputs.media_encoders,
-            encoding.members.tolist(),
-            encoding.degrees.tolist(),
-            strict=True,
-        )
+    for item, (place, encoder, member) in enumerate(
+        zip(inputs.media, inputs.media_encoders, choice.encoding.members.tolist(), strict=True)
     ):
-        shares = inputs.shares(item, degree) if degree > 1 else None
+        pack, sample, segment, position, num_rows = place
+        ranks, rows, joined = alone[member], (num_rows,), False
+        if degrees[item] > 1:
+            shares = inputs.shares(item, degrees[item])
+            assert shares is not None, f"segment {item} does not divide into {degrees[item]}"
+            ranks, rows = inputs.ranks[member : member + degrees[item]], tuple(shares.rows.tolist())
+            joined = shares.joined
+        microbatch = microbatches[pack]
         placements.append(
-            MediaPlacement(
-                pack=place.pack,
-                sample=place.sample,
-                segment=place.segment,
-                microbatch=microbatches[place.pack],
-                encoder=encoder,
-                ranks=inputs.ranks[member : member + degree],
-                shares=tuple(shares.rows.tolist()) if shares else (place.num_rows,),
-                joined=shares.joined if shares else False,
-                position=place.position,
-                num_rows=place.num_rows,
-            )
+            _placement(pack, sample, segment, microbatch, encoder, ranks, rows, joined, position, num_rows)
         )
     return tuple(placements)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -19,20 +20,37 @@ from balancer.partition import IntArray
 from omni_pipeline.core.errors import PlanError
 from omni_pipeline.core.plan import ExchangeKind, MediaPlacement, Pack, StepPlan
 from omni_pipeline.core.reshard import AllToAll, Hop, ReshardPlan, Scope, SumBuffer
+from omni_pipeline.core.sample import Modality
 
 
-def media_positions(pack: Pack) -> list[tuple[int, int, int]]:
-    """Return (sample, segment, first sequence position of its rows) of each media segment of ``pack``.
+class MediaPlace(NamedTuple):
+    """One media segment: where it is, and where its rows go.
 
-    The rows stand behind the segment's start marker.
+    ``pack``, ``sample`` and ``segment`` are indices; ``position`` is that of its first row in the pack's
+    sequence, behind the segment's start marker.
     """
+
+    pack: int
+    sample: int
+    segment: int
+    position: int
+    num_rows: int
+
+
+def media_places(packs: Sequence[Pack]) -> list[MediaPlace]:
+    """Return the media segments of ``packs``, by pack, sample, segment."""
+    text = Modality.TEXT
     found = []
-    for sample_index, (position, sample) in enumerate(zip(pack.starts, pack.samples, strict=True)):
-        for segment_index, segment in enumerate(sample.segments):
-            if segment.is_media:
-                found.append((sample_index, segment_index, position + 1))
-            position += segment.num_tokens
-    return found
+    for pack_index, pack in enumerate(packs):
+        start = 0
+        for sample_index, sample in enumerate(pack.samples):
+            position = start
+            for segment_index, segment in enumerate(sample.segments):
+                if segment.modality is not text:
+                    found.append((pack_index, sample_index, segment_index, position + 1, segment.num_rows))
+                position += segment.num_tokens
+            start += pack.padded_len or sample.num_tokens
+    return list(map(MediaPlace._make, found))
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ backward is twice a forward in both: each matrix product has two. Attention keep
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from balancer.shapes import TransformerShape, position_grid
@@ -77,6 +78,22 @@ def media_sizes(shape: TransformerShape, grid: tuple[int, int, int]) -> Sizes:
 def sample_sizes(num_tokens: int) -> Sizes:
     """Return the sizes of one isolated sample in the LLM, whose head sees every position."""
     return Sizes(positions=num_tokens, rows=num_tokens, full_pairs=num_tokens * num_tokens)
+
+
+def packed_sizes(lengths: Sequence[int]) -> Sizes:
+    """Return the sizes of samples of these lengths together, isolated from each other in one sequence."""
+    positions = sum(lengths)
+    return Sizes(positions=positions, rows=positions, full_pairs=sum([length * length for length in lengths]))
+
+
+def sum_of_sizes(items: Sequence[Sizes]) -> Sizes:
+    """Return the sizes of segments together."""
+    return Sizes(
+        positions=sum(item.positions for item in items),
+        rows=sum(item.rows for item in items),
+        full_pairs=sum(item.full_pairs for item in items),
+        window_pairs=sum(item.window_pairs for item in items),
+    )
 
 
 def forward_parts(shape: TransformerShape, sizes: Sizes) -> tuple[Part, ...]:
