@@ -104,11 +104,13 @@ def build_routes(
     ranks = np.asarray(plan.ranks, dtype=np.int64)
     maker = np.searchsorted(ranks, rank)
     positions = np.asarray([item.position for item in items], dtype=np.int64)
-    lengths = np.asarray([layout.length(plan.packs[item.pack]) for item in items], dtype=np.int64)
-    replicas = [plan.slots[item.pack].replica for item in items]
-    owners = np.asarray([layout.owners(replica) for replica in replicas], dtype=np.int64)
-    pieces = layout.cut(positions[number] + start, rows, lengths[number])
-    owning = owners.reshape(-1, layout.num_owners)[number[pieces.item], pieces.owner]
+    # By pack, not by segment: there are many segments to a pack.
+    packs, pack = np.unique(np.asarray([item.pack for item in items], dtype=np.int64), return_inverse=True)
+    lengths = np.asarray([layout.length(plan.packs[index]) for index in packs.tolist()], dtype=np.int64)
+    owners = [layout.owners(plan.slots[index].replica) for index in packs.tolist()]
+    pieces = layout.cut(positions[number] + start, rows, lengths[pack][number])
+    owner_table = np.asarray(owners, dtype=np.int64).reshape(-1, layout.num_owners)
+    owning = owner_table[pack[number[pieces.item]], pieces.owner]
     return Routes(
         maker=maker[pieces.item],
         owner=np.searchsorted(ranks, owning),
