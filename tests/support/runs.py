@@ -145,9 +145,17 @@ def losses(run_dir: Path) -> dict[int, float]:
     return dict(zip(steps.tolist(), values.tolist(), strict=True))
 
 
-def be_rank(rank: int, run_file: Path, world_size: int, flags: Sequence[str]) -> None:
-    """Be one rank of the run; the process group exists already (see ``run_ranks``)."""
-    place = Environment(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
+def be_rank(
+    rank: int, run_file: Path, world_size: int, flags: Sequence[str], ranks_per_node: int = 0
+) -> None:
+    """Be one rank of the run, on nodes of ``ranks_per_node`` if given.
+
+    The process group exists already (see ``run_ranks``).
+    """
+    per_node = ranks_per_node or world_size
+    place = Environment(
+        rank=rank, world_size=world_size, local_rank=rank % per_node, local_world_size=per_node
+    )
     run = RankRun(load_config(RunConfig, run_file, flags), place=place, device=torch.device("cpu"))
     run.prepare_model()
     run.train()
