@@ -150,7 +150,7 @@ def simulate_run(
         num_packs=len(steps[0]),
         num_tokens=sum(pack.num_tokens for pack in packs) / num_steps,
         by_strategy=by_strategy,
-        notes=_notes(packs, topology, num_steps),
+        notes=[*_off(config), *_notes(packs, topology, num_steps)],
     )
 
 
@@ -160,6 +160,16 @@ def _shares(packs: Sequence[Pack]) -> dict[str, float]:
         tokens[sample.id.source] += sample.num_tokens
     total = max(1, tokens.total())
     return {name: count / total for name, count in tokens.most_common()}
+
+
+def _off(config: RunConfig) -> list[str]:
+    """What strategies cannot show, because the run has it switched off."""
+    balance = config.balance
+    if not balance.enabled:
+        return ["balance.enabled = false: nothing is balanced or shared under any strategy"]
+    if balance.lssp.kind == "off":
+        return ["balance.lssp.kind = 'off': no segment is shared under any strategy"]
+    return []
 
 
 def _notes(packs: Sequence[Pack], topology: Topology, num_steps: int) -> list[str]:

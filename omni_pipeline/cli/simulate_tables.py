@@ -26,10 +26,10 @@ def print_run(run: SimulatedRun) -> None:
     console, topology = Console(), run.topology
     _say(
         console,
-        f"{topology.world_size} ranks of {run.hardware.name}, {topology.ranks_per_node} a node;"
-        f" tp {topology.tp}, cp {topology.cp}, pp {topology.pp}; {topology.num_replicas} replicas"
-        f" in {topology.num_groups} groups; {run.num_packs} packs, {run.num_tokens:,.0f} tokens a step"
-        f" (mean of {run.num_steps})",
+        f"{_plural(topology.world_size, 'rank')} of {run.hardware.name}, {topology.ranks_per_node} a node;"
+        f" tp {topology.tp}, cp {topology.cp}, pp {topology.pp}; {_plural(topology.num_replicas, 'replica')}"
+        f" in {_plural(topology.num_groups, 'group')}; {_plural(run.num_packs, 'pack')},"
+        f" {run.num_tokens:,.0f} tokens a step (mean of {_plural(run.num_steps, 'step')})",
     )
     _say(console, "tokens: " + ", ".join(f"{name} {share:.0%}" for name, share in run.shares.items()))
     table = _table(
@@ -56,7 +56,7 @@ def print_paper(paper: Paper) -> None:
     console = Console()
     _say(
         console,
-        f"published workloads on {paper.hardware} nodes, {paper.num_steps} steps at each point;"
+        f"published workloads on {paper.hardware} nodes, {_plural(paper.num_steps, 'step')} at each point;"
         " media : text by tokens",
     )
     mixtures = list(dict.fromkeys(mixture_name(point.mixture) for point in paper.points))
@@ -129,6 +129,10 @@ def _count(value: float) -> str:
         if value >= limit:
             return f"{value / limit:.3g}{unit}"
     return f"{value:.3g}"
+
+
+def _plural(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"
 
 
 def _times(value: float | None) -> str:

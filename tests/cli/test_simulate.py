@@ -72,7 +72,31 @@ def test_a_layout_is_that_of_the_flags_and_empty_places_are_told(
     result = json.loads(capsys.readouterr().out)
     assert [result[name] for name in ("tp", "cp", "pp", "num_replicas", "ranks_per_node")] == [2, 1, 2, 8, 4]
     # 4 packs on 8 replicas.
-    assert result["notes"][0].startswith("4 of 8 (replica, microbatch) places run empty")
+    assert result["notes"][-1].startswith("4 of 8 (replica, microbatch) places run empty")
+
+
+@pytest.mark.parametrize(
+    ("flags", "note"),
+    [
+        (["--balance.enabled", "false"], "balance.enabled = false: nothing is balanced"),
+        (["--balance.lssp.kind", "off"], "balance.lssp.kind = 'off': no segment is shared"),
+        (["--balance.lssp.kind", "auto"], ""),
+    ],
+)
+def test_what_the_run_has_switched_off_is_told(
+    flags: list[str],
+    note: str,
+    run_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["simulate", str(run_file), "--ranks", "2", "--strategy", "multiplexed", "--json", *flags]
+    assert run_main(monkeypatch, *arguments) == 0
+    notes = json.loads(capsys.readouterr().out)["notes"]
+    assert [text for text in notes if text.startswith("balance.")] == [
+        text for text in notes if note and text.startswith(note)
+    ]
+    assert bool(notes) == bool(note)
 
 
 def test_tables_fit_80_columns(run_file: Path) -> None:
@@ -128,8 +152,10 @@ def test_help_and_simulation_import_no_torch(run_file: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_published_workloads_give_speed_ups_and_a_page(tmp_path: Path) -> None:
-    done = omni("simulate", "--paper", "--workload", "A", "--out", str(tmp_path / "page"), "--json")
+    arguments = ("simulate", "--paper", "--workload", "A", "--out", str(tmp_path / "page"), "--json")
+    done = omni(*arguments, timeout_s=380)
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     result = json.loads(done.stdout)
