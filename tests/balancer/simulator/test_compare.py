@@ -11,6 +11,7 @@ from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.simulator import compare as module
 from balancer.simulator.compare import STRATEGY_NAMES, compare, known_strategies, plan_step
 from balancer.simulator.setup import Setup
+from balancer.simulator.simulate import simulate_step
 from balancer.simulator.strategies import STRATEGIES
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.plan import Pack
@@ -66,13 +67,14 @@ def test_strategies_with_the_same_settings_share_their_plans(monkeypatch: pytest
         planner_of=planners,
         balance=BalanceConfig(),
         setup=SETUP,
-        strategies=("multiplexed", "upfront"),
+        strategies=("multiplexed", "upfront", "no_lssp"),
         progress=lambda: told.append(None),
     )
-    assert list(found) == ["multiplexed", "upfront"]
+    assert list(found) == ["multiplexed", "upfront", "no_lssp"]
     assert {config.enabled for config in planners.asked} == {True, False}
     assert len(planners.asked) == 2
-    assert len(told) == 2
+    assert len(told) == 3
+    assert found["no_lssp"].step_s == found["multiplexed"].step_s
     assert found["upfront"].encoder_imbalance > found["multiplexed"].encoder_imbalance
 
 
@@ -87,6 +89,9 @@ def test_results_are_means_over_the_steps() -> None:
         [image_pack(lane, num_images=20, number=2 + at) for lane in range(4) for at in (0, 1)],
     )
     first, second, both = one([light]), one([heavy]), one([light, heavy])
+    alone = simulate_step(plan_step(Planners()(BalanceConfig()), light, step=0), setup=SETUP)
+    assert first.mfu == pytest.approx(alone.mfu)
+    assert first.bubble_fraction == pytest.approx(alone.bubble_fraction)
     assert both.step_s == pytest.approx((first.step_s + second.step_s) / 2)
     num_tokens = sum(pack.num_tokens for pack in (*light, *heavy))
     assert both.tokens_per_s == pytest.approx(num_tokens / (2 * both.step_s))
