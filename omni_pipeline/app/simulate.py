@@ -10,7 +10,7 @@ from typing import Any
 
 from balancer.cost import CostModel
 from balancer.hardware import HardwareProfile
-from balancer.simulator.compare import OURS, STRATEGY_NAMES, Compared, compare
+from balancer.simulator.compare import OURS, Compared, compare, known_strategies
 from balancer.simulator.setup import Setup, Sharding
 from omni_pipeline.app.costs import cost_model
 from omni_pipeline.app.follow import Progress, follow, no_progress
@@ -18,6 +18,9 @@ from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.wire import build_planner, build_tokenizer, build_topology, training_stream
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.topology import Topology
+
+ALL_UP_TO_RANKS = 2048
+ONLY_OURS = f"above {ALL_UP_TO_RANKS} ranks only {OURS} is simulated by default: name others by --strategy"
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,7 @@ def simulate_run(
     *,
     layout: Layout,
     num_steps: int,
-    strategies: Sequence[str] = STRATEGY_NAMES,
+    strategies: Sequence[str] = (),
     progress: Progress = no_progress,
 ) -> SimulatedRun:
     """Return the first steps of a run as its ranks would take them; no sample is read.
@@ -105,12 +108,14 @@ def simulate_run(
         config: The run, on the machine of ``balance.hardware``.
         layout: Ranks, and how the LLM is spread over them.
         num_steps: Steps, from 0.
-        strategies: Those wanted.
+        strategies: Those wanted; none: all, above ``ALL_UP_TO_RANKS`` only ours.
         progress: Told how far it is.
 
     Raises:
         ConfigError: Wrong settings or data, a layout that does not divide, or no such strategy.
     """
+    is_large = not strategies and layout.num_ranks > ALL_UP_TO_RANKS
+    names = known_strategies((OURS,) if is_large else strategies)
     model = cost_model(config)
     per_node = layout.ranks_per_node or min(model.hardware.ranks_per_node, layout.num_ranks)
     hardware = model.hardware.model_copy(update={"ranks_per_node": per_node})
@@ -123,7 +128,7 @@ def simulate_run(
         cp=layout.cp,
         pp=layout.pp,
     )
-    of_all = num_steps + len(strategies)
+    of_all = num_steps + len(names)
     stream = training_stream(config, build_tokenizer(config))
     order = stream.order_of_lanes(range(config.order.lanes))
     steps = [
@@ -138,7 +143,7 @@ def simulate_run(
         ),
         balance=config.balance,
         setup=_setup(config, topology, model),
-        strategies=strategies,
+        strategies=names,
         progress=lambda: progress(next(done), of_all),
     )
     packs = [pack for step in steps for pack in step]
@@ -150,7 +155,7 @@ def simulate_run(
         num_packs=len(steps[0]),
         num_tokens=sum(pack.num_tokens for pack in packs) / num_steps,
         by_strategy=by_strategy,
-        notes=[*_off(config), *_notes(packs, topology, num_steps)],
+        notes=[*_off(config), *_notes(packs, topology, num_steps), *([ONLY_OURS] if is_large else [])],
     )
 
 

@@ -28,7 +28,7 @@ PAPER_ONLY = ("workload", "seed", "public_only", "out")
 @click.option(
     "--steps",
     type=click.IntRange(1),
-    help="Steps, from step 0; their mean is shown (default 4; with --paper 1).",
+    help="Steps, from step 0; their mean is shown (default 1).",
 )
 @click.option("--strategy", multiple=True, help="Only this strategy; may be repeated.")
 @click.option("--paper", is_flag=True, help="The published workloads over their mixtures, not RUN_FILE.")
@@ -65,7 +65,6 @@ def command(run_file: Path | None, flags: tuple[str, ...], as_json: bool, **opti
 
 
 def _run(run_file: Path, flags: tuple[str, ...], options: dict[str, Any], as_json: bool) -> None:
-    from balancer.simulator.compare import known_strategies
     from omni_pipeline.app.mixture_flag import with_mixture
     from omni_pipeline.app.run_config import RunConfig
     from omni_pipeline.app.simulate import Layout, simulate_run
@@ -87,8 +86,8 @@ def _run(run_file: Path, flags: tuple[str, ...], options: dict[str, Any], as_jso
         run = simulate_run(
             config,
             layout=layout,
-            num_steps=options["steps"] or 4,
-            strategies=known_strategies(options["strategy"]),
+            num_steps=options["steps"] or 1,
+            strategies=options["strategy"],
             progress=progress,
         )
     if as_json:

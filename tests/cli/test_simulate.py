@@ -75,6 +75,17 @@ def test_a_layout_is_that_of_the_flags_and_empty_places_are_told(
     assert result["notes"][-1].startswith("4 of 8 (replica, microbatch) places run empty")
 
 
+def test_a_large_run_is_simulated_our_way_only_unless_asked_otherwise(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("omni_pipeline.app.simulate.ALL_UP_TO_RANKS", 8)
+    for flags, names in (([], ["multiplexed"]), (["--strategy", "stage0"], ["stage0"])):
+        assert run_main(monkeypatch, "simulate", str(run_file), "--ranks", "16", "--json", *flags) == 0
+        result = json.loads(capsys.readouterr().out)
+        assert list(result["results"]) == names
+        assert any("name others by --strategy" in note for note in result["notes"]) == (not flags)
+
+
 @pytest.mark.parametrize(
     ("flags", "note"),
     [
