@@ -10,10 +10,12 @@ of ``--json`` is one object:
 
 ``plan_ms``, ``step_s`` (modelled step: encoders and LLM, without exchange or collectives) and
 ``plan_fraction`` (the one over the other) by ranks of the group, ``plan`` (more of the same);
-``imbalance`` by mixture, of ``encoder`` and ``llm``; ``mixture`` (rows moved, modelled speed-up);
+``imbalance`` by mixture, of ``encoder`` and ``llm``; ``mixture`` (rows moved, modelled speed-up) and
+``mixture_without_lssp`` (the same with every segment encoded by one rank);
 ``world_plan_ms``: the plan of one group of 64 ranks in worlds of several sizes; ``groups``: by ranks of the
 world, the imbalance and the modelled step if replicas balance in groups of none, one node (8 ranks), two,
-four, or all. All ranks of the run meet in every microbatch (their parameters are sharded over the run).
+four, or all, no segment shared. All ranks of the run meet in every microbatch (their parameters are sharded
+over the run).
 """
 
 from __future__ import annotations
@@ -24,12 +26,13 @@ import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import click
 import numpy as np
 
 from balancer.cost import CostModel
+from balancer.lssp import LsspConfig
 from balancer.partition import FloatArray
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.report import exchange_rows, moved_rows_fraction
@@ -81,6 +84,12 @@ def main(*, repeats: int, seed: int, as_json: bool) -> None:
             f"LLM {llm['before']:.2f} -> {llm['after']:.2f}, {row['moved_rows_fraction']:.0%} of rows moved, "
             f"modelled step {row['step_speedup']:.2f}x"
         )
+    whole = {name: measure_mixture(mixture, seed=seed, lssp="off") for name, mixture in MIXTURES.items()}
+    for name, row in whole.items():
+        print(
+            f"{name:16}, no segment shared: encoders {row['encoder']['after']:.2f}, "
+            f"LLM {row['llm']['after']:.2f}, modelled step {row['step_speedup']:.2f}x"
+        )
     groups = [row for name in GROUP_MIXTURES for row in measure_groups(name, seed=seed)]
     for row in groups:
         print(
@@ -100,6 +109,7 @@ def main(*, repeats: int, seed: int, as_json: bool) -> None:
             "groups": groups,
             "plan": plan,
             "mixture": mixtures,
+            "mixture_without_lssp": whole,
         }
         print(json.dumps(result))
 
@@ -137,9 +147,11 @@ def measure_world(world_size: int, *, repeats: int, seed: int) -> float:
     return statistics.median(timings_ms(lambda: planner.plan(packs, step=0, group=0).digest, repeats=repeats))
 
 
-def measure_mixture(mixture: Mixture, *, seed: int, num_ranks: int = MIXTURE_RANKS) -> dict[str, Any]:
+def measure_mixture(
+    mixture: Mixture, *, seed: int, num_ranks: int = MIXTURE_RANKS, lssp: Literal["auto", "off"] = "auto"
+) -> dict[str, Any]:
     """Return the imbalance before and after."""
-    planner = make_planner(num_ranks)
+    planner = make_planner(num_ranks, lssp=lssp)
     plan = planner.plan(step_packs(num_ranks, mixture, seed=seed), step=0, group=0)
     encoder, llm = plan.encoder_balance, plan.llm_balance
     return {
@@ -160,7 +172,7 @@ def measure_groups(name: str, *, seed: int, worlds: Sequence[int] = GROUP_WORLDS
     for num_ranks in worlds:
         packs = step_packs(num_ranks, MIXTURES[name], seed=seed)
         for size in sorted({min(num_ranks, size) for size in (1, NODE, 2 * NODE, 4 * NODE, num_ranks)}):
-            planner = make_planner(num_ranks, group_ranks=size)
+            planner = make_planner(num_ranks, group_ranks=size, lssp="off")
             num_groups = planner.topology.num_groups
             plans = [
                 planner.plan([p for p in packs if p.lane % num_groups == group], step=0, group=group)
@@ -190,9 +202,11 @@ def encoder_loads(plan: StepPlan, model: CostModel) -> FloatArray:
     place = {rank: number for number, rank in enumerate(plan.ranks)}
     loads = np.zeros((plan.num_microbatches, len(plan.ranks)))
     for item in plan.media:
-        cost = model.media_cost(plan.packs[item.pack].samples[item.sample].segments[item.segment])
-        for rank, rows in zip(item.ranks, item.shares, strict=True):
-            loads[item.microbatch, place[rank]] += cost * rows / item.num_rows
+        segment = plan.packs[item.pack].samples[item.sample].segments[item.segment]
+        split = model.split(segment, len(item.ranks)) if item.is_long else None
+        costs = split.costs if split else (model.media_cost(segment),)
+        for rank, cost in zip(item.ranks, costs, strict=True):
+            loads[item.microbatch, place[rank]] += cost
     return loads
 
 
@@ -210,12 +224,14 @@ def step_s(plan: StepPlan) -> float:
     return plan.encoder_balance.makespan_after + plan.llm_balance.makespan_after
 
 
-def make_planner(num_ranks: int, *, group_ranks: int = 0) -> GroupPlanner:
+def make_planner(
+    num_ranks: int, *, group_ranks: int = 0, lssp: Literal["auto", "off"] = "auto"
+) -> GroupPlanner:
     """Return the planner of a world of one-rank replicas, one lane each, in groups of so many; 0 is all."""
     return GroupPlanner(
         Topology(num_ranks, replicas_per_group=group_ranks),
         cost_model=cost_model(),
-        config=BalanceConfig(),
+        config=BalanceConfig(lssp=LsspConfig(kind=lssp)),
         num_lanes=num_ranks,
         packs_per_step=num_ranks * NUM_MICROBATCHES,
         encoders=ENCODERS,

@@ -38,7 +38,7 @@ def test_larger_groups_have_shorter_steps_on_even_mixtures() -> None:
     assert [row["group"] for row in rows] == [1, 8, 16]
     steps = [row["step_s"] for row in rows]
     assert steps == sorted(steps, reverse=True)
-    planner = make_planner(16)
+    planner = make_planner(16, lssp="off")
     plan = planner.plan(step_packs(16, MIXTURES["5:5"], seed=0), step=0, group=0)
     assert steps[-1] == pytest.approx(step_s(plan))
 

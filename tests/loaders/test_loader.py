@@ -227,6 +227,27 @@ def test_an_error_in_planning_reaches_the_consumer_as_it_is(
     assert caught.value is broken
 
 
+def test_the_next_steps_are_planned_while_a_step_is_trained(
+    good: Data, quarantine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: dict[int, int] = {}
+    third_is_planned, make_plan = threading.Event(), GroupPlanner.plan
+
+    def plan(self: GroupPlanner, packs: Any, *, step: int, group: int) -> Any:
+        threads[step] = threading.get_ident()
+        made = make_plan(self, packs, step=step, group=group)
+        if step == 2:
+            third_is_planned.set()
+        return made
+
+    monkeypatch.setattr(GroupPlanner, "plan", plan)
+    with make_loader(good, quarantine=quarantine, prefetch_steps=2) as loader:
+        assert next(loader).plan.step == 0
+        # The consumer has step 0 and asks for nothing.
+        assert third_is_planned.wait(timeout=60)
+        assert threading.get_ident() not in threads.values()
+
+
 def test_the_byte_budget_holds_and_one_step_above_it_passes_alone(good: Data, quarantine: Path) -> None:
     with make_loader(good, quarantine=quarantine) as loader:
         largest = max(next(loader).num_bytes for _ in range(8))
