@@ -143,6 +143,18 @@ def samples_of_rank(
     }
 
 
+def flops_of_rank(plan: StepPlan, *, rank: int, replica: int | None, costs: Costs) -> float:
+    """Return the operations of what ``rank`` encodes and the packs of ``replica``, forward and backward."""
+    flops = 0.0
+    for microbatch in range(plan.num_microbatches):
+        for item in plan.media_of(rank=rank, microbatch=microbatch):
+            segment = plan.packs[item.pack].samples[item.sample].segments[item.segment]
+            flops += costs.media_flops(segment) * len(item.rows_of(rank)) / item.num_rows
+        index = None if replica is None else plan.pack_at(replica, microbatch)
+        flops += 0.0 if index is None else costs.pack_flops(plan.packs[index])
+    return flops
+
+
 def rank_numbers(
     samples: Mapping[str, Sequence[HeavySample]], stages: StageTimes, *, sources: Sequence[str]
 ) -> list[float]:

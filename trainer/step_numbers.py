@@ -23,6 +23,7 @@ from trainer.step_causes import (
     Costs,
     FloatArray,
     StepCause,
+    flops_of_rank,
     part_causes,
     rank_numbers,
     samples_of_rank,
@@ -135,10 +136,27 @@ class StepRecorder:
             "encoder_mean": 0.0 if batch is None else batch.plan.encoder_balance.mean,
             "llm_mean": 0.0 if batch is None else batch.plan.llm_balance.mean,
             "num_positions": num_positions,
+            **self._flops(batch),
             **{f"loader/tokens/{name}": count for name, count in tokens.items()},
             **{f"loader/samples/{name}": count for name, count in samples.items()},
             **self._sums_of_groups(batch),
         }
+
+    def _flops(self, batch: Batch | None) -> dict[str, float]:
+        """Operations that the models need for what this rank does; a replica's packs count on one rank."""
+        if self.watcher is None:
+            return {}
+        flops = 0.0
+        if batch is not None:
+            replica = self.groups.topology.replica_of(self.groups.rank)
+            first = self.groups.topology.ranks_of_replica(replica)[0] == self.groups.rank
+            flops = flops_of_rank(
+                batch.plan,
+                rank=self.groups.rank,
+                replica=replica if first else None,
+                costs=self.watcher.costs,
+            )
+        return {"trainer/flops": flops}
 
     def _sums_of_groups(self, batch: Batch | None) -> dict[str, float]:
         """Numbers that all members of a group know alike: the first one speaks for it."""
@@ -149,10 +167,8 @@ class StepRecorder:
             "loader/dropped/": {} if heard is None else heard.dropped,
             "loader/filtered/": {} if heard is None else heard.filtered,
         }
-        flops = {} if self.watcher is None else {"trainer/flops": _flops(heard, self.watcher.costs)}
         return {
             "loader/empty_packs": 0 if heard is None else heard.num_empty_packs,
-            **flops,
             **{
                 f"{prefix}{name}": of_source.get(name, 0)
                 for prefix, of_source in counts.items()
@@ -224,14 +240,3 @@ def _means(result: StepResult, times: StepTimes) -> dict[str, float]:
         **{f"{MEAN}{stage}_s": stages.wall_s(stage) for stage in STAGES if stages.wall},
         **{f"{MEAN}{stage}_own_s": stages.own_s(stage) for stage in STAGES if stages.own},
     }
-
-
-def _flops(batch: Batch | None, costs: Costs) -> float:
-    """Return the operations of a group's step."""
-    if batch is None:
-        return 0.0
-    packs = batch.plan.packs
-    media = [
-        segment for pack in packs for item in pack.samples for segment in item.segments if segment.is_media
-    ]
-    return sum(map(costs.pack_flops, packs)) + sum(map(costs.media_flops, media))

@@ -14,6 +14,7 @@ from trainer.stage_times import ENCODER, LLM, StageTimes
 from trainer.step_causes import (
     NUM_HEAVY,
     HeavySample,
+    flops_of_rank,
     imbalance,
     part_causes,
     rank_numbers,
@@ -86,6 +87,19 @@ def test_the_samples_of_a_rank_are_those_it_encodes_and_those_it_reads() -> None
     assert [item.id.row for item in first["llm"]] == [1, 0, 2]
     assert first["llm"][0].units == plan.packs[0].samples[1].num_tokens
     assert second["llm"] == ()
+
+
+def test_the_operations_of_all_ranks_are_those_of_the_step() -> None:
+    plan = plan_of(
+        (picture(0, SMALL), picture(1, LARGE)),
+        (picture(2, SMALL),),
+        ranks={(0, 0, 0): (1,), (0, 1, 0): (0, 1), (1, 0, 0): (0,)},
+    )
+    costs = UnitCosts()
+    of_ranks = [flops_of_rank(plan, rank=rank, replica=rank, costs=costs) for rank in (0, 1)]
+    tokens = sum(costs.pack_flops(pack) for pack in plan.packs)
+    assert of_ranks == [300 + 4 + tokens, 4 + 100]
+    assert flops_of_rank(plan, rank=0, replica=None, costs=costs) == 304
 
 
 def test_padding_counts_for_the_llm() -> None:
