@@ -5,7 +5,9 @@ The idea is that of MegaScale-Omni (Xue et al. 2026, arXiv 2605.08962), which pu
 search is ours. Sort the segments by cost; for some k take the k longest as long, each at the least degree
 whose shares fall under a target near the mean load. Each such set has a lower bound (its largest share or
 whole segment, or its mean load with what sharing adds), so the most promising sets are tried first and most
-are never tried. k = 0 is always among them: no plan is longer in the model than the best without sharing.
+are never tried. k = 0 is always among them: with packs so placed, no microbatch is longer in the model than
+the best found without sharing. Which placements of packs are tried may differ with sharing, and with it the
+step, where exchanges are most of its time.
 
 A cap of bytes per rank, or a fixed threshold (to compare with), forces some segments long.
 """

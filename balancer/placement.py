@@ -138,10 +138,13 @@ def _bound(inputs: StepInputs, packs: PackPlacement) -> float:
 def does_not_fit(inputs: StepInputs) -> ConfigError:
     """Return the error of a step whose media are more than the ranks may keep."""
     total, num_ranks = float(inputs.media_bytes.sum()), len(inputs.ranks)
+    remedies = ["raise balance.encoder_memory_bytes", "lower order.seq_len"]
+    if inputs.lssp.kind != "auto":
+        remedies.append("set balance.lssp.kind = 'auto'")
     return ConfigError(
         f"the media of a step keep {total:.0f} bytes on {num_ranks} ranks and do not divide so that each "
         f"rank keeps at most {inputs.max_bytes:.0f} of one microbatch",
-        fix="raise balance.encoder_memory_bytes, lower order.seq_len, or set balance.lssp.kind = 'auto'",
+        fix=", or ".join(remedies),
     )
 
 

@@ -156,8 +156,10 @@ class GroupPlanner:
         self.num_lanes = num_lanes
         self.packs_per_step = packs_per_step
         self.encoders = encoders
-        # All groups are alike, so a kind that does not fit is told before the first plan.
-        ExchangePricer(cost_model, group_nodes(topology, 0), config.exchange)
+        if config.exchange == "two_level":
+            # A kind that some group does not have is told before the first plan.
+            for group in range(topology.num_groups):
+                ExchangePricer(cost_model, group_nodes(topology, group), config.exchange)
         self.layout = SequenceLayout(topology, seq_len, sequence)
         self.num_microbatches = num_microbatches(num_lanes, packs_per_step // num_lanes, topology)
 

@@ -70,6 +70,7 @@ def compare(
     setup: Setup,
     strategies: Sequence[str] = STRATEGY_NAMES,
     progress: Callable[[], None] = lambda: None,
+    left_out: Callable[[str, ConfigError], None] | None = None,
 ) -> dict[str, Compared]:
     """Return each strategy over the same steps, by name.
 
@@ -81,7 +82,12 @@ def compare(
         balance: Settings of the run, that strategies change.
         setup: What is simulated.
         strategies: Which.
-        progress: Called when a strategy has been simulated.
+        progress: Called when a strategy is done with.
+        left_out: Told of a strategy that the setup cannot be divided for, which is then missing; None: that
+            is an error.
+
+    Raises:
+        ConfigError: The setup cannot be divided for a strategy, or the planner finds no plan.
     """
     planned: dict[BalanceConfig, list[list[StepPlan]]] = {}
     found = {}
@@ -90,8 +96,14 @@ def compare(
         if config not in planned:
             planner = planner_of(config)
             planned[config] = [plan_step(planner, packs, step=step) for step, packs in enumerate(steps)]
-        simulated = [simulate_step(plans, setup=setup, strategy=strategy) for plans in planned[config]]
-        found[strategy] = _compared(strategy, simulated)
+        try:
+            simulated = [simulate_step(plans, setup=setup, strategy=strategy) for plans in planned[config]]
+        except ConfigError as error:
+            if left_out is None:
+                raise
+            left_out(strategy, error)
+        else:
+            found[strategy] = _compared(strategy, simulated)
         progress()
     return found
 

@@ -15,6 +15,7 @@ from balancer.simulator.setup import Setup, Sharding
 from omni_pipeline.app.costs import cost_model
 from omni_pipeline.app.follow import Progress, follow, no_progress
 from omni_pipeline.app.run_config import RunConfig
+from omni_pipeline.app.simulate_words import NAMES
 from omni_pipeline.app.wire import build_planner, build_tokenizer, build_topology, training_stream
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.topology import Topology
@@ -108,7 +109,8 @@ def simulate_run(
         config: The run, on the machine of ``balance.hardware``.
         layout: Ranks, and how the LLM is spread over them.
         num_steps: Steps, from 0.
-        strategies: Those wanted; none: all, above ``ALL_UP_TO_RANKS`` only ours.
+        strategies: Those wanted; none: all that the layout can be divided for, above ``ALL_UP_TO_RANKS``
+            only ours.
         progress: Told how far it is.
 
     Raises:
@@ -136,6 +138,7 @@ def simulate_run(
         for _, drawn in follow(order, range(num_steps), progress=lambda done, _: progress(done, of_all))
     ]
     done = itertools.count(num_steps + 1)
+    missing: list[str] = []
     by_strategy = compare(
         steps,
         planner_of=lambda balance: build_planner(
@@ -145,6 +148,10 @@ def simulate_run(
         setup=_setup(config, topology, model),
         strategies=names,
         progress=lambda: progress(next(done), of_all),
+        # A strategy that was asked for by name is an error instead.
+        left_out=None
+        if strategies
+        else lambda name, error: missing.append(f"{NAMES[name]} left out: {error.what}"),
     )
     packs = [pack for step in steps for pack in step]
     return SimulatedRun(
@@ -155,7 +162,12 @@ def simulate_run(
         num_packs=len(steps[0]),
         num_tokens=sum(pack.num_tokens for pack in packs) / num_steps,
         by_strategy=by_strategy,
-        notes=[*_off(config), *_notes(packs, topology, num_steps), *([ONLY_OURS] if is_large else [])],
+        notes=[
+            *_off(config),
+            *missing,
+            *_notes(packs, topology, num_steps),
+            *([ONLY_OURS] if is_large else []),
+        ],
     )
 
 

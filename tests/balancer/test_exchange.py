@@ -193,6 +193,14 @@ def test_a_planner_refuses_an_exchange_that_its_groups_do_not_have() -> None:
         step.planner(exchange="two_level")
 
 
+def test_a_planner_refuses_an_exchange_that_one_of_its_groups_does_not_have() -> None:
+    # Stages of 12 ranks on nodes of 4: the first group has three on each of its nodes, the second one or two.
+    topology = Topology(24, pp=2, replicas_per_group=3, ranks_per_node=4)
+    assert topology.rails_of_group(0)
+    with pytest.raises(ConfigError, match="a group has 1, 2, 1, 2 ranks in its nodes"):
+        Step(topology, 4, 3, ()).planner(exchange="two_level")
+
+
 def test_a_move_pays_by_the_quickest_exchange() -> None:
     """Rank 0 would send seven of its eight images: seven messages at once, or a buffer of six steps."""
     packs = (image_pack(0, num_images=8),)

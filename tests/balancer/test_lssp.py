@@ -217,10 +217,12 @@ def test_media_that_are_too_many_for_the_cap_are_refused() -> None:
     step, model = Step(Topology(world_size=2), 2, 1, packs), cost_model()
     one = model.media_bytes(packs[0].samples[0].segments[0])
     step.planner(lssp=LSSP, encoder_memory_bytes=4 * one).plan(packs, step=0, group=0)
-    with pytest.raises(ConfigError, match=f"the media of a step keep {8 * one} bytes on 2 ranks"):
+    with pytest.raises(ConfigError, match=f"the media of a step keep {8 * one} bytes on 2 ranks") as told:
         step.planner(lssp=LSSP, encoder_memory_bytes=3 * one).plan(packs, step=0, group=0)
-    with pytest.raises(ConfigError, match="the media of a step keep"):
+    assert told.value.fix == "raise balance.encoder_memory_bytes, or lower order.seq_len"
+    with pytest.raises(ConfigError, match="the media of a step keep") as told:
         step.planner(enabled=False, encoder_memory_bytes=3 * one).plan(packs, step=0, group=0)
+    assert told.value.fix.endswith(", or set balance.lssp.kind = 'auto'")
 
 
 def test_a_pack_above_the_cap_of_the_llm_is_refused() -> None:

@@ -75,6 +75,19 @@ def test_a_layout_is_that_of_the_flags_and_empty_places_are_told(
     assert result["notes"][-1].startswith("4 of 8 (replica, microbatch) places run empty")
 
 
+def test_a_strategy_that_the_ranks_do_not_divide_for_is_left_out_unless_named(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["simulate", str(run_file), "--ranks", "2", "--tp", "2", "--json"]
+    assert run_main(monkeypatch, *arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert list(result["results"]) == [name for name in STRATEGY_NAMES if name != "disaggregated"]
+    reason = "2 ranks cannot be split into encoders and replicas of 2"
+    assert f"{NAMES['disaggregated']} left out: {reason}" in result["notes"]
+    assert run_main(monkeypatch, *arguments, "--strategy", "disaggregated") == 2
+    assert reason in capsys.readouterr().err
+
+
 def test_a_large_run_is_simulated_our_way_only_unless_asked_otherwise(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
