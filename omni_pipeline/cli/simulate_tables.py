@@ -91,7 +91,7 @@ def print_paper(paper: Paper) -> None:
 
 
 def _numbers(found: Compared) -> list[str]:
-    memory = f"{found.peak_gb:.3g}"
+    memory = f"{found.peak_gb:.3g}" if found.peak_gb >= 0.01 else "<0.01"
     return [
         _seconds(found.step_s),
         _count(found.tokens_per_s),
