@@ -40,7 +40,7 @@ class LsspConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["auto", "off", "fixed"] = Field(
-        "off",
+        "auto",
         description="Which media segments several ranks of a node share: 'auto' by modelled time, 'fixed' "
         "all from min_rows on (to compare with), 'off' none.",
     )

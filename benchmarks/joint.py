@@ -23,6 +23,7 @@ import numpy as np
 
 from balancer.cost import CostModel
 from balancer.partition import FloatArray
+from balancer.lssp import LsspConfig
 from balancer.planner import BalanceConfig, GroupPlanner
 from benchmarks.rivals import optimal_makespan
 from benchmarks.synthetic import ENCODERS, SEQ_LEN, Mixture, cost_model, make_packs
@@ -63,7 +64,8 @@ def measure(name: str, *, num_replicas: int, num_microbatches: int, draws: int) 
     planner = GroupPlanner(
         Topology(num_replicas),
         cost_model=cost_model(),
-        config=BalanceConfig(group="all"),
+        # The optimum is that of whole segments.
+        config=BalanceConfig(group="all", lssp=LsspConfig(kind="off")),
         num_lanes=num_replicas,
         packs_per_step=num_replicas * num_microbatches,
         encoders=ENCODERS,
