@@ -22,8 +22,8 @@ import click
 import numpy as np
 
 from balancer.cost import CostModel
-from balancer.partition import FloatArray
 from balancer.lssp import LsspConfig
+from balancer.partition import FloatArray
 from balancer.planner import BalanceConfig, GroupPlanner
 from benchmarks.rivals import optimal_makespan
 from benchmarks.synthetic import ENCODERS, SEQ_LEN, Mixture, cost_model, make_packs

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from balancer.lssp import LsspConfig
 from balancer.planner import BalanceConfig, GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
@@ -118,7 +119,8 @@ def make_loader(
     planner = GroupPlanner(
         layout,
         cost_model=cost_model(),
-        config=BalanceConfig(),
+        # What is loaded is compared segment by segment: none is cut into shares.
+        config=BalanceConfig(lssp=LsspConfig(kind="off")),
         num_lanes=order_config.lanes,
         packs_per_step=order_config.packs_per_step,
         encoders=tuple(MODEL.encoders),
