@@ -9,7 +9,7 @@ import numpy as np
 
 from balancer.encoding import Encoding, MediaLoad, fits, makespan, travel, whole
 from balancer.media import place_media
-from balancer.partition import IntArray
+from balancer.partition import FloatArray, IntArray
 from balancer.reorder import PackPlacement, packs_by_cost, packs_in_order, step_makespan
 from balancer.step_inputs import StepInputs, choose_exchange, media_loads
 from omni_pipeline.core.errors import ConfigError
@@ -85,10 +85,12 @@ def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlaceme
     def choose(items: IntArray, load: MediaLoad) -> Encoding | None:
         return place_media(load, price, forced=inputs.forced[items], search=search)
 
+    least = _least_shares(inputs)
     found: list[StepPlacement] = []
     best: StepPlacement | None = None
     for bound, packs in sorted(
-        ((_bound(inputs, packs), packs) for packs in _pack_placements(inputs)), key=lambda pair: pair[0]
+        ((_bound(inputs, packs, least), packs) for packs in _pack_placements(inputs)),
+        key=lambda pair: pair[0],
     ):
         if best and (len(found) >= MAX_TRIED or bound > best.step_ticks * (1 - WORTH_TRYING)):
             break
@@ -122,17 +124,31 @@ def _pack_placements(inputs: StepInputs) -> list[PackPlacement]:
         keys = costs.copy()
         keys[by_longest[: num_first * num_replicas]] += costs.max()
         found.append(packs_by_cost(keys, costs, num_replicas))
-    return found
+    # Small steps often come to the same by several ways, which would use up what may be tried.
+    return list({(item.replicas.tobytes(), item.microbatches.tobytes()): item for item in found}.values())
 
 
-def _bound(inputs: StepInputs, packs: PackPlacement) -> float:
-    """What the step cannot go below with packs so placed, ticks: no segment is shared by more than may be."""
+def _bound(inputs: StepInputs, packs: PackPlacement, least: FloatArray) -> float:
+    """What the step cannot go below with packs so placed, ticks. ``least``: largest share of each segment."""
     microbatches = packs.microbatches[inputs.media_packs]
-    most_ranks = max(inputs.subgroups, default=1)
     totals = np.bincount(microbatches, weights=inputs.media_costs) / len(inputs.ranks)
     longest = np.zeros(len(totals))
-    np.maximum.at(longest, microbatches, inputs.media_costs / most_ranks)
+    np.maximum.at(longest, microbatches, least)
     return step_makespan(inputs.pack_costs, packs.microbatches) + float(np.maximum(totals, longest).sum())
+
+
+def _least_shares(inputs: StepInputs) -> FloatArray:
+    """The largest share of each segment in its best division, at least; float64 [media], ticks.
+
+    Only segments above the mean load of a rank and microbatch are divided to know it: others do not bound.
+    """
+    least = inputs.media_costs / max(inputs.subgroups, default=1)
+    num_loads = len(inputs.ranks) * -(-len(inputs.packs) // len(inputs.replicas))
+    for item in np.flatnonzero(inputs.media_costs * num_loads > inputs.media_costs.sum()).tolist():
+        divided = [inputs.shares(item, degree) for degree in inputs.subgroups]
+        largest = [float(shares.costs.max()) for shares in divided if shares]
+        least[item] = min([float(inputs.media_costs[item]), *largest])
+    return least
 
 
 def does_not_fit(inputs: StepInputs) -> ConfigError:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from balancer import placement
+from balancer.step_inputs import TICKS_PER_S, StepInputs, step_inputs
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
-from tests.balancer.worlds import Step
+from tests.balancer.worlds import LSSP, Step
 from tests.support.strategies import make_sample, media_segment, text_segment
 
 
@@ -55,3 +56,36 @@ def test_a_placement_that_cannot_gain_is_not_priced(monkeypatch: pytest.MonkeyPa
     step.planner().plan(packs, step=0, group=0)
     # Two microbatches of one placement: all packs are alike.
     assert len(tried) == 2
+
+
+def test_what_comes_to_the_same_does_not_use_up_what_may_be_tried() -> None:
+    step = two_large_among_four()
+    inputs = _inputs(step)
+    found = placement._pack_placements(inputs)
+    assert len({(item.replicas.tobytes(), item.microbatches.tobytes()) for item in found}) == len(found) > 2
+
+
+def test_a_bound_divides_a_picture_only_as_far_as_its_heads_allow() -> None:
+    """Two heads: two of the four ranks may share a picture, whatever the largest degree."""
+    packs = (pack(0, 0, side=32, num_text=40),)
+    step = Step(Topology(world_size=4), 4, 1, packs)
+    inputs = _inputs(step)
+    best = step.planner(lssp=LSSP).plan(packs, step=0, group=0)
+    found = placement._pack_placements(inputs)[0]
+    bound = placement._bound(inputs, found, placement._least_shares(inputs)) / TICKS_PER_S
+    assert best.media[0].is_long
+    assert bound == pytest.approx(best.encoder_balance.makespan_after + best.llm_balance.makespan_after)
+    assert inputs.media_costs.sum() / 4 < placement._least_shares(inputs)[0]
+
+
+def _inputs(step: Step) -> StepInputs:
+    planner = step.planner(lssp=LSSP)
+    return step_inputs(
+        step.packs,
+        group=0,
+        cost_model=planner.cost_model,
+        layout=planner.layout,
+        lssp=LSSP,
+        encoder_memory_bytes=0,
+        exchange="auto",
+    )
