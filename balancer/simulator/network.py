@@ -39,10 +39,18 @@ def spread_of(ranks: Sequence[int], hardware: HardwareProfile) -> Spread:
     return Spread(len(ranks), len({rank // hardware.ranks_per_node for rank in ranks}))
 
 
-def gather_s(num_bytes: float, spread: Spread, hardware: HardwareProfile) -> float:
-    """Return the seconds of an all-gather after which every member holds ``num_bytes``.
+def gather_s(
+    num_bytes: float, spread: Spread, hardware: HardwareProfile, *, num_collectives: int = 1
+) -> float:
+    """Return the seconds of all-gathers after which every member holds ``num_bytes``.
 
     A reduce-scatter of as much takes equally long.
+
+    Args:
+        num_bytes: Of all collectives together.
+        spread: How the members lie on nodes.
+        hardware: The machine.
+        num_collectives: One after the other, each with its own latency.
     """
     if spread.num_ranks < 2 or not num_bytes:
         return 0.0
@@ -51,12 +59,14 @@ def gather_s(num_bytes: float, spread: Spread, hardware: HardwareProfile) -> flo
         inside = 0.0
     between = num_bytes * (spread.num_nodes - 1) / spread.num_nodes
     between /= spread.ranks_per_node * hardware.network_bytes_per_s
-    return max(inside, between) + rounds_s(spread, hardware)
+    return max(inside, between) + num_collectives * rounds_s(spread, hardware)
 
 
-def reduce_all_s(num_bytes: float, spread: Spread, hardware: HardwareProfile) -> float:
-    """Return the seconds of an all-reduce of ``num_bytes``: a reduce-scatter, then an all-gather."""
-    return 2 * gather_s(num_bytes, spread, hardware)
+def reduce_all_s(
+    num_bytes: float, spread: Spread, hardware: HardwareProfile, *, num_collectives: int = 1
+) -> float:
+    """Return the seconds of all-reduces of ``num_bytes``: each a reduce-scatter, then an all-gather."""
+    return 2 * gather_s(num_bytes, spread, hardware, num_collectives=num_collectives)
 
 
 def message_s(num_bytes: float, *, same_node: bool, hardware: HardwareProfile) -> float:

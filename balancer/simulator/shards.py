@@ -6,6 +6,7 @@ bfloat16, gradients are summed in float32.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -157,12 +158,14 @@ def _shards(
     hardware = setup.hardware
     copy = spread_of(alike[:degree], hardware)
     across = spread_of(alike[::degree], hardware)
+    # Each layer is one unit of FSDP, and what is outside of the layers one more.
+    units = math.ceil(num_layers) + 1
     return Shards(
         what=what,
         per_step=per_step,
-        gather_s=gather_s(values * GATHERED_BYTES, copy, hardware),
-        reduce_s=gather_s(values * GRADIENT_BYTES, copy, hardware),
-        across_s=reduce_all_s(values / degree * GRADIENT_BYTES, across, hardware),
+        gather_s=gather_s(values * GATHERED_BYTES, copy, hardware, num_collectives=units),
+        reduce_s=gather_s(values * GRADIENT_BYTES, copy, hardware, num_collectives=units),
+        across_s=reduce_all_s(values / degree * GRADIENT_BYTES, across, hardware, num_collectives=units),
         members_of=groups[0],
         holders_of=groups[1],
         values=values,

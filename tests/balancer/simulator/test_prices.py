@@ -40,6 +40,9 @@ def test_a_gather_between_nodes_uses_the_ports_of_all_members_of_a_node() -> Non
     quick = MACHINE.model_copy(update={"network_bytes_per_s": 1e10})
     assert gather_s(4e9, Spread(2, 2), quick) == pytest.approx(0.2 + 3)
     assert reduce_all_s(4e9, Spread(2, 2), MACHINE) == 2 * 23
+    # The same bytes in three collectives: two latencies more.
+    assert gather_s(4e9, Spread(2, 2), MACHINE, num_collectives=3) == 20 + 3 * 3
+    assert reduce_all_s(4e9, Spread(2, 2), MACHINE, num_collectives=3) == 2 * (20 + 3 * 3)
 
 
 def test_nobody_gathers_alone() -> None:
@@ -64,8 +67,10 @@ def test_parameters_of_the_llm_are_divided_over_stages_and_tp_and_shared_by_repl
     assert shards.members_of[0] == (0, 1, 2, 3)
     assert shards.holders_of[9] == tuple(range(8, 16))
     # Two replicas on one node share; four copies' sums go over two nodes.
-    assert shards.gather_s == gather_s(shards.values * 2, Spread(2, 1), HARDWARE)
-    assert shards.across_s == reduce_all_s(shards.values / 2 * 4, Spread(2, 2), HARDWARE)
+    # A layer of this stage, and what is outside of the layers.
+    assert shards.gather_s == gather_s(shards.values * 2, Spread(2, 1), HARDWARE, num_collectives=2)
+    across_s = reduce_all_s(shards.values / 2 * 4, Spread(2, 2), HARDWARE, num_collectives=2)
+    assert shards.across_s == across_s
     # State of half the values, a whole bfloat16 copy, whole gradients.
     assert shards.held_bytes == shards.values / 2 * 16 + shards.values * (2 + 4)
 
