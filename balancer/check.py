@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import Counter
 
@@ -10,12 +11,12 @@ import numpy as np
 from balancer.cost import CostModel
 from balancer.encoding import subgroups
 from balancer.lssp import DEGREES
-from balancer.reshard import MediaPlace, media_places
+from balancer.reshard import PLACE_FIELDS, media_places
 from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import StepPlan
 from omni_pipeline.core.topology import Topology
 
-_PLACE_OF = operator.attrgetter(*MediaPlace._fields)
+_PLACE_OF = operator.attrgetter(*PLACE_FIELDS, "microbatch")
 
 
 def check_plan(plan: StepPlan, topology: Topology) -> None:
@@ -100,31 +101,33 @@ def _check_slots(plan: StepPlan, where: str) -> None:
 
 def _check_media_places(plan: StepPlan, where: str) -> None:
     expected = media_places(plan.packs)
-    found = list(map(_PLACE_OF, plan.media))
-    if found != expected:
+    values = itertools.chain.from_iterable(map(_PLACE_OF, plan.media))
+    *place, microbatch = np.fromiter(values, dtype=np.int64).reshape(-1, len(PLACE_FIELDS) + 1).T
+    found = np.stack(place, axis=1)
+    if not np.array_equal(found, expected):
         differing = next(
-            (pair for pair in zip(found, expected, strict=False) if pair[0] != pair[1]),
+            (pair for pair in zip(found.tolist(), expected.tolist(), strict=False) if pair[0] != pair[1]),
             (len(found), len(expected)),
         )
         raise PlanError(
             f"media placements differ from the packs' media: has {differing[0]}, should be {differing[1]}",
             where=where,
         )
-    lengths = [pack.num_positions for pack in plan.packs]
-    microbatches = [slot.microbatch for slot in plan.slots]
-    for item in plan.media:
-        if item.microbatch != microbatches[item.pack]:
-            raise PlanError(
-                f"segment {item.segment} of pack {item.pack} is encoded in microbatch {item.microbatch}, "
-                f"needed in {microbatches[item.pack]}",
-                where=where,
-            )
-        end = item.position + item.num_rows
-        if end > lengths[item.pack]:
-            raise PlanError(
-                f"rows of pack {item.pack} end at {end}, behind its {lengths[item.pack]} positions",
-                where=where,
-            )
+    pack, _, segment, position, num_rows = place
+    needed = np.asarray([slot.microbatch for slot in plan.slots], dtype=np.int64)[pack]
+    for item in np.flatnonzero(microbatch != needed).tolist():
+        raise PlanError(
+            f"segment {segment[item]} of pack {pack[item]} is encoded in microbatch {microbatch[item]}, "
+            f"needed in {needed[item]}",
+            where=where,
+        )
+    lengths = np.asarray([pack.num_positions for pack in plan.packs], dtype=np.int64)[pack]
+    for item in np.flatnonzero(position + num_rows > lengths).tolist():
+        raise PlanError(
+            f"rows of pack {pack[item]} end at {position[item] + num_rows[item]}, behind its "
+            f"{lengths[item]} positions",
+            where=where,
+        )
 
 
 def _check_shares(plan: StepPlan, topology: Topology, where: str) -> None:

@@ -286,10 +286,10 @@ def _media(inputs: StepInputs, choice: StepPlacement) -> tuple[MediaPlacement, .
     microbatches = choice.packs.microbatches.tolist()
     degrees, alone = choice.encoding.degrees.tolist(), [(rank,) for rank in inputs.ranks]
     placements = []
-    for item, (place, encoder, member) in enumerate(
-        zip(inputs.media, inputs.media_encoders, choice.encoding.members.tolist(), strict=True)
+    columns = (*inputs.media.T.tolist(), inputs.media_encoders, choice.encoding.members.tolist())
+    for item, (pack, sample, segment, position, num_rows, encoder, member) in enumerate(
+        zip(*columns, strict=True)
     ):
-        pack, sample, segment, position, num_rows = place
         ranks, rows, joined = alone[member], (num_rows,), False
         if degrees[item] > 1:
             shares = inputs.shares(item, degrees[item])

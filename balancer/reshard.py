@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -22,35 +21,30 @@ from omni_pipeline.core.plan import ExchangeKind, MediaPlacement, Pack, StepPlan
 from omni_pipeline.core.reshard import AllToAll, Hop, ReshardPlan, Scope, SumBuffer
 from omni_pipeline.core.sample import Modality
 
+# What ``media_places`` says of a segment, by the names of ``MediaPlacement``.
+PLACE_FIELDS = ("pack", "sample", "segment", "position", "num_rows")
 
-class MediaPlace(NamedTuple):
-    """One media segment: where it is, and where its rows go.
 
-    ``pack``, ``sample`` and ``segment`` are indices; ``position`` is that of its first row in the pack's
-    sequence, behind the segment's start marker.
+def media_places(packs: Sequence[Pack]) -> IntArray:
+    """Return where the media segments of ``packs`` are and where their rows go, by pack, sample, segment.
+
+    Returns:
+        int64 [media, 5], see ``PLACE_FIELDS``: three indices; the position of the first row in the pack's
+        sequence, behind the segment's start marker; rows.
     """
-
-    pack: int
-    sample: int
-    segment: int
-    position: int
-    num_rows: int
-
-
-def media_places(packs: Sequence[Pack]) -> list[MediaPlace]:
-    """Return the media segments of ``packs``, by pack, sample, segment."""
     text = Modality.TEXT
-    found = []
+    # One flat list: thousands of tuples that live on wake the garbage collector again and again.
+    found: list[int] = []
     for pack_index, pack in enumerate(packs):
         start = 0
         for sample_index, sample in enumerate(pack.samples):
             position = start
             for segment_index, segment in enumerate(sample.segments):
                 if segment.modality is not text:
-                    found.append((pack_index, sample_index, segment_index, position + 1, segment.num_rows))
+                    found += (pack_index, sample_index, segment_index, position + 1, segment.num_rows)
                 position += segment.num_tokens
             start += pack.padded_len or sample.num_tokens
-    return list(map(MediaPlace._make, found))
+    return np.asarray(found, dtype=np.int64).reshape(-1, len(PLACE_FIELDS))
 
 
 @dataclass(frozen=True)

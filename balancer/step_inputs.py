@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,10 +21,10 @@ from balancer.lssp import LsspConfig, forced_degrees
 from balancer.nodes import group_nodes
 from balancer.partition import FloatArray, IntArray
 from balancer.reorder import PackPlacement
-from balancer.reshard import MediaPlace, media_places
+from balancer.reshard import media_places
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.plan import ExchangeKind, Pack
-from omni_pipeline.core.sample import Segment
+from omni_pipeline.core.sample import Modality, Segment
 
 # Below 2^53 ticks (25 hours of modelled time in a group and step) sums are exact.
 TICKS_PER_S = 1e11
@@ -41,7 +40,7 @@ class StepInputs:
         replicas: Of the group, ascending.
         owners: int64 [replicas, owners]; the members that own positions of each replica's sequence.
         pack_costs: float64 [packs], ticks that a replica needs, its ranks working together.
-        media: In the order of packs, samples, segments.
+        media: int64 [media, 5], in the order of packs, samples, segments; see ``media_places``.
         media_encoders: Encoder of each.
         media_packs: int64 [media].
         media_costs: float64 [media], ticks that one rank needs.
@@ -60,7 +59,7 @@ class StepInputs:
     replicas: tuple[int, ...]
     owners: IntArray
     pack_costs: FloatArray
-    media: tuple[MediaPlace, ...]
+    media: IntArray
     media_encoders: tuple[str, ...]
     media_packs: IntArray
     media_costs: FloatArray
@@ -93,10 +92,14 @@ def step_inputs(
     topology = layout.topology
     replicas, ranks = topology.replicas_of_group(group), topology.ranks_of_group(group)
     media = media_places(packs)
-    # Flat: a list of tuples takes numpy four times as long.
-    table = np.fromiter(itertools.chain.from_iterable(media), dtype=np.int64)
-    media_packs, _, _, positions, num_rows = table.reshape(-1, len(MediaPlace._fields)).T
-    segments = [packs[pack].samples[sample].segments[segment] for pack, sample, segment, _, _ in media]
+    media_packs, _, _, positions, num_rows = media.T
+    segments = [
+        segment
+        for pack in packs
+        for sample in pack.samples
+        for segment in sample.segments
+        if segment.modality is not Modality.TEXT
+    ]
     owners = [layout.owners(replica) for replica in replicas]
     lengths = np.asarray([layout.length(pack) for pack in packs], dtype=np.int64)
     nodes = topology.nodes_of_group(group)
@@ -107,7 +110,7 @@ def step_inputs(
         replicas=replicas,
         owners=np.searchsorted(np.asarray(ranks), np.asarray(owners)),
         pack_costs=_ticks([cost_model.pack_cost(pack) / topology.ranks_per_replica for pack in packs]),
-        media=tuple(media),
+        media=media,
         media_encoders=tuple(cost_model.encoder_name(segment) for segment in segments),
         media_packs=media_packs,
         media_costs=_ticks([cost_model.media_cost(segment) for segment in segments]),
@@ -168,7 +171,7 @@ def _share_table(segments: Sequence[Segment], cost_model: CostModel, *, with_byt
 def _forced(inputs: StepInputs) -> IntArray:
     """Least degree of each segment; see ``forced_degrees``."""
     forced, overflows = forced_degrees(
-        [item.num_rows for item in inputs.media],
+        inputs.media[:, -1].tolist(),
         inputs.media_bytes,
         shares=inputs.shares,
         degrees=sorted(inputs.subgroups),
@@ -176,11 +179,11 @@ def _forced(inputs: StepInputs) -> IntArray:
         max_bytes=inputs.max_bytes,
     )
     for overflow in overflows:
-        item = inputs.media[overflow.item]
-        sample = inputs.packs[item.pack].samples[item.sample]
+        pack, number, segment, _, num_rows = inputs.media[overflow.item].tolist()
+        sample = inputs.packs[pack].samples[number]
         most = max(inputs.subgroups, default=1)
         raise ConfigError(
-            f"the {sample.segments[item.segment].modality} of {item.num_rows} rows keeps "
+            f"the {sample.segments[segment].modality} of {num_rows} rows keeps "
             f"{overflow.num_bytes} bytes on a rank, shared by at most {most}, limit {inputs.max_bytes:.0f}",
             where=f"source {sample.id.source!r}, {sample.shard}, sample {sample.key}",
             fix="raise balance.encoder_memory_bytes, or balance.lssp.max_degree (kind = 'auto'), or leave "
