@@ -23,6 +23,9 @@ class Modality(StrEnum):
     VIDEO = "video"
     AUDIO = "audio"
 
+    # That of an Enum is a function in Python; plans look up thousands.
+    __hash__ = str.__hash__
+
 
 @dataclass(frozen=True, slots=True)
 class RawSize:
