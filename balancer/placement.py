@@ -88,13 +88,17 @@ def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlaceme
     least = _least_shares(inputs)
     found: list[StepPlacement] = []
     best: StepPlacement | None = None
+    tried = 0
     for bound, packs in sorted(
         ((_bound(inputs, packs, least), packs) for packs in _pack_placements(inputs)),
         key=lambda pair: pair[0],
     ):
-        if best and (len(found) >= MAX_TRIED or bound > best.step_ticks * (1 - WORTH_TRYING)):
+        if best and (tried >= MAX_TRIED or bound > best.step_ticks * (1 - WORTH_TRYING)):
             break
-        choice = _with_media(inputs, packs, choose)
+        # Under a cap "given up" and "does not fit" would be one answer.
+        below = best.step_ticks if best and inputs.max_bytes == np.inf else np.inf
+        choice = _with_media(inputs, packs, choose, least=least, below=below)
+        tried += choice is not None or below < np.inf
         if choice is None:
             continue
         found.append(choice)
@@ -129,12 +133,18 @@ def _pack_placements(inputs: StepInputs) -> list[PackPlacement]:
 
 
 def _bound(inputs: StepInputs, packs: PackPlacement, least: FloatArray) -> float:
-    """What the step cannot go below with packs so placed, ticks. ``least``: largest share of each segment."""
+    """What the step cannot go below with packs so placed, ticks."""
+    encoders = float(_encoder_bounds(inputs, packs, least).sum())
+    return step_makespan(inputs.pack_costs, packs.microbatches) + encoders
+
+
+def _encoder_bounds(inputs: StepInputs, packs: PackPlacement, least: FloatArray) -> FloatArray:
+    """The same for the encoders, by microbatch. ``least``: largest share of each segment."""
     microbatches = packs.microbatches[inputs.media_packs]
     totals = np.bincount(microbatches, weights=inputs.media_costs) / len(inputs.ranks)
     longest = np.zeros(len(totals))
     np.maximum.at(longest, microbatches, least)
-    return step_makespan(inputs.pack_costs, packs.microbatches) + float(np.maximum(totals, longest).sum())
+    return np.maximum(totals, longest)
 
 
 def _least_shares(inputs: StepInputs) -> FloatArray:
@@ -164,26 +174,46 @@ def does_not_fit(inputs: StepInputs) -> ConfigError:
     )
 
 
-def _with_media(inputs: StepInputs, packs: PackPlacement, choose: EncodingChoice) -> StepPlacement | None:
-    """The packs with their media encoded as chosen in each microbatch; None if one finds no choice."""
+def _with_media(
+    inputs: StepInputs,
+    packs: PackPlacement,
+    choose: EncodingChoice,
+    *,
+    least: FloatArray | None = None,
+    below: float = np.inf,
+) -> StepPlacement | None:
+    """The packs with their media encoded as chosen in each microbatch; None if one finds no choice.
+
+    Also None as soon as it is certain that the step does not get below ``below`` ticks. ``least`` as
+    in ``_encoder_bounds``.
+    """
     exchanges: dict[int, ExchangeKind] = {}
     members = np.zeros(len(inputs.media), dtype=np.int64)
     degrees = np.ones(len(inputs.media), dtype=np.int64)
     encoder_total = exchange_total = 0.0
-    for items, load in media_loads(inputs, packs):
+    llm_ticks = step_makespan(inputs.pack_costs, packs.microbatches)
+    bounds = _encoder_bounds(inputs, packs, np.zeros(len(inputs.media)) if least is None else least)
+    at_least = llm_ticks + float(bounds.sum())
+    # Few segments are the hardest to even, so they tell most.
+    for items, load in sorted(media_loads(inputs, packs), key=lambda pair: len(pair[0])):
         encoding = choose(items, load)
         if encoding is None:
             return None
         members[items], degrees[items] = encoding.members, encoding.degrees
-        encoder_total += makespan(load, encoding)
+        longest = makespan(load, encoding)
         kind, ticks = choose_exchange(inputs, *travel(load, encoding))
+        encoder_total += longest
         exchange_total += ticks
-        exchanges[int(packs.microbatches[inputs.media_packs[items[0]]])] = kind
+        microbatch = int(packs.microbatches[inputs.media_packs[items[0]]])
+        exchanges[microbatch] = kind
+        at_least += longest + ticks - float(bounds[microbatch])
+        if at_least >= below:
+            return None
     return StepPlacement(
         packs=packs,
         encoding=Encoding(members, degrees),
         exchanges=exchanges,
         encoder_ticks=encoder_total,
         exchange_ticks=exchange_total,
-        llm_ticks=step_makespan(inputs.pack_costs, packs.microbatches),
+        llm_ticks=llm_ticks,
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from balancer import placement
 from balancer.step_inputs import TICKS_PER_S, StepInputs, step_inputs
@@ -76,6 +78,20 @@ def test_a_bound_divides_a_picture_only_as_far_as_its_heads_allow() -> None:
     assert best.media[0].is_long
     assert bound == pytest.approx(best.encoder_balance.makespan_after + best.llm_balance.makespan_after)
     assert inputs.media_costs.sum() / 4 < placement._least_shares(inputs)[0]
+
+
+@given(st.lists(st.tuples(st.integers(1, 16), st.integers(1, 900)), min_size=16, max_size=16))
+def test_giving_up_a_placement_early_changes_no_plan(sizes: list[tuple[int, int]]) -> None:
+    packs = tuple(
+        pack(number % 4, number // 4, side=2 * side, num_text=num_text)
+        for number, (side, num_text) in enumerate(sizes)
+    )
+    step = Step(Topology(world_size=4), 4, 4, packs)
+    early = step.planner(lssp=LSSP).plan(packs, step=0, group=0)
+    with_media = placement._with_media
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(placement, "_with_media", lambda *args, **_: with_media(*args))
+        assert step.planner(lssp=LSSP).plan(packs, step=0, group=0) == early
 
 
 def _inputs(step: Step) -> StepInputs:
