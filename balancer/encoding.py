@@ -35,6 +35,9 @@ class Shares:
     joined: bool
 
 
+# (maker, owner, rows) of runs of rows, int64 [runs] each.
+Runs = tuple[IntArray, IntArray, IntArray]
+
 # (segment, degree) -> its shares; None where it cannot be divided so.
 ShareTable = Callable[[int, int], Shares | None]
 
@@ -95,10 +98,26 @@ class MediaLoad:
     subgroups: Mapping[int, IntArray] = field(default_factory=dict)
     shares: ShareTable = undivided
 
+    # A search asks for those of the same segment again and again.
+    _runs: dict[tuple[int, int], Runs] = field(default_factory=dict, init=False, repr=False, compare=False)
+
     @property
     def mean(self) -> float:
         """Load of a member if work were a liquid."""
         return float(self.costs.sum()) / self.num_members
+
+    def runs(self, item: int, degree: int) -> Runs:
+        """Return (maker, owner, rows) of a shared segment's runs, makers numbered within the subgroup."""
+        found = self._runs.get((item, degree))
+        if found is None:
+            pieces = slice(*np.searchsorted(self.piece_item, [item, item + 1]).tolist())
+            owner_ends = np.cumsum(self.piece_rows[pieces])
+            share_ends = np.cumsum(shares_of(self, item, degree).rows)
+            ends = np.union1d(owner_ends, share_ends)
+            owners = self.piece_owner[pieces][np.searchsorted(owner_ends, ends)]
+            found = np.searchsorted(share_ends, ends), owners, np.diff(ends, prepend=0)
+            self._runs[item, degree] = found
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +178,7 @@ def exchange_time(load: MediaLoad, encoding: Encoding, price: ExchangePrice) -> 
     return price(*travel(load, encoding))
 
 
-def travel(load: MediaLoad, encoding: Encoding) -> tuple[IntArray, IntArray, IntArray]:
+def travel(load: MediaLoad, encoding: Encoding) -> Runs:
     """Return (maker, owner, rows) of every run of rows, int64 [runs] each, those that stay included.
 
     A run is a piece of a segment, cut where a share ends.
@@ -176,13 +195,8 @@ def travel(load: MediaLoad, encoding: Encoding) -> tuple[IntArray, IntArray, Int
         )
     ]
     for item in long_items:
-        pieces = slice(*np.searchsorted(load.piece_item, [item, item + 1]).tolist())
-        owners, owner_ends = load.piece_owner[pieces], np.cumsum(load.piece_rows[pieces])
-        shares = shares_of(load, item, int(encoding.degrees[item]))
-        share_ends = np.cumsum(shares.rows)
-        ends = np.union1d(owner_ends, share_ends)
-        senders = encoding.members[item] + np.searchsorted(share_ends, ends)
-        runs.append((senders, owners[np.searchsorted(owner_ends, ends)], np.diff(ends, prepend=0)))
+        makers, owners, lengths = load.runs(item, int(encoding.degrees[item]))
+        runs.append((encoding.members[item] + makers, owners, lengths))
     sender, owner, rows = (np.concatenate(column) for column in zip(*runs, strict=True))
     return sender, owner, rows
 
@@ -205,7 +219,9 @@ def _sums(
         return bin_loads(values, encoding.members, load.num_members)
     is_short = encoding.degrees == 1
     sums = bin_loads(values[is_short], encoding.members[is_short], load.num_members)
-    for item in long_items:
-        first, degree = int(encoding.members[item]), int(encoding.degrees[item])
-        sums[first : first + degree] += of_share(shares_of(load, item, degree))
+    for degree in load.subgroups:
+        items = np.flatnonzero(encoding.degrees == degree)
+        shares = [of_share(shares_of(load, item, degree)) for item in items.tolist()]
+        members = encoding.members[items][:, None] + np.arange(degree)
+        np.add.at(sums, members, np.reshape(shares, members.shape))
     return sums

@@ -14,7 +14,7 @@ A cap of bytes per rank, or a fixed threshold (to compare with), forces some seg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -124,8 +124,7 @@ def long_sets(load: MediaLoad, forced: IntArray) -> list[LongSet]:
     table = _table(load, forced)
     found: dict[bytes, LongSet] = {}
     for count in _counts(table.costs[:, 0], load.mean):
-        for target in TARGETS:
-            choice = _choose(table, forced, count, target * load.mean, load.num_members)
+        for choice in _choices(table, forced, count, load):
             found.setdefault(choice.degrees.tobytes(), choice)
     found.pop(forced.tobytes(), None)
     return sorted(found.values(), key=lambda choice: (choice.bound, int(choice.degrees.sum())))
@@ -181,7 +180,11 @@ def _table(load: MediaLoad, forced: IntArray) -> _Table:
 
 
 def _largest_and_sum(shares: Shares | None) -> tuple[float, float]:
-    return (float(shares.costs.max()), float(shares.costs.sum())) if shares else (np.inf, np.inf)
+    if shares is None:
+        return np.inf, np.inf
+    # A few numbers: a list is quicker than an array.
+    costs = shares.costs.tolist()
+    return max(costs), sum(costs)
 
 
 def _counts(costs: FloatArray, mean: float) -> list[int]:
@@ -190,18 +193,18 @@ def _counts(costs: FloatArray, mean: float) -> list[int]:
     return sorted({*range(1, 1 + min(FIRST_COUNTS, len(costs))), *levels} - {0})
 
 
-def _choose(table: _Table, forced: IntArray, count: int, target: float, num_members: int) -> LongSet:
-    """The ``count`` longest are long, each at the least degree that keeps its shares under ``target``."""
+def _choices(table: _Table, forced: IntArray, count: int, load: MediaLoad) -> Iterator[LongSet]:
+    """The ``count`` longest are long, each at the least degree that keeps its shares under a target."""
     items, costs, sums = table.items[:count], table.costs[:count, 1:], table.sums[:count, 1:]
     rest = np.ones(len(forced), dtype=bool)
     rest[items] = False
-    # Shares need not be smaller than what stays whole.
-    atom = float(table.largest[rest].max(initial=0.0))
-    is_small = costs <= max(target, atom)
-    column = np.where(is_small.any(axis=1), is_small.argmax(axis=1), costs.argmin(axis=1))
-    degrees = forced.copy()
-    degrees[items] = table.degrees[1:][column]
+    atom, total_rest = float(table.largest[rest].max(initial=0.0)), float(table.totals[rest].sum())
     row = np.arange(count)
-    total = float(table.totals[rest].sum() + sums[row, column].sum())
-    bound = max(float(costs[row, column].max()), atom, total / num_members)
-    return LongSet(degrees, bound)
+    # Shares need not be smaller than what stays whole, so several targets may be one.
+    for target in dict.fromkeys(max(target * load.mean, atom) for target in TARGETS):
+        is_small = costs <= target
+        column = np.where(is_small.any(axis=1), is_small.argmax(axis=1), costs.argmin(axis=1))
+        degrees = forced.copy()
+        degrees[items] = table.degrees[1:][column]
+        total = total_rest + float(sums[row, column].sum())
+        yield LongSet(degrees, max(float(costs[row, column].max()), atom, total / load.num_members))

@@ -132,11 +132,13 @@ def _place_long(load: MediaLoad, degrees: IntArray) -> _Start | None:
             break
         groups, shares = load.subgroups[degree], shares_of(load, item, degree)
         reached = (loads[groups] + shares.costs).max(axis=1)
-        reached[(used[groups] + shares.num_bytes).max(axis=1) > load.max_bytes] = np.inf
-        rows = _rows_owned(load, item)[groups].sum(axis=1)
-        group = groups[np.lexsort((-rows, reached))[0]]
-        if reached.min() == np.inf:
+        if load.max_bytes < np.inf:
+            reached[(used[groups] + shares.num_bytes).max(axis=1) > load.max_bytes] = np.inf
+        least = reached.min()
+        if least == np.inf:
             return None
+        groups = groups[reached == least]
+        group = groups[_rows_owned(load, item)[groups].sum(axis=1).argmax() if len(groups) > 1 else 0]
         members[item] = group[0]
         loads[group] += shares.costs
         used[group] += shares.num_bytes
