@@ -100,7 +100,7 @@ def _check_slots(plan: StepPlan, where: str) -> None:
 
 
 def _check_media_places(plan: StepPlan, where: str) -> None:
-    expected = media_places(plan.packs)
+    _, expected = media_places(plan.packs)
     values = itertools.chain.from_iterable(map(_PLACE_OF, plan.media))
     *place, microbatch = np.fromiter(values, dtype=np.int64).reshape(-1, len(PLACE_FIELDS) + 1).T
     found = np.stack(place, axis=1)

@@ -74,12 +74,14 @@ def lpt(costs: FloatArray, num_bins: int, *, loads: FloatArray | None = None) ->
     start = [0.0] * num_bins if loads is None else loads.tolist()
     heap = [(load, number) for number, load in enumerate(start)]
     heapq.heapify(heap)
-    bins = np.zeros(len(costs), dtype=np.int64)
-    values = costs.tolist()
-    for item in _longest_first(costs):
+    order = np.argsort(-costs, kind="stable")
+    found = []
+    for cost in costs[order].tolist():
         load, number = heap[0]
-        bins[item] = number
-        heapq.heapreplace(heap, (load + values[item], number))
+        found.append(number)
+        heapq.heapreplace(heap, (load + cost, number))
+    bins = np.empty(len(costs), dtype=np.int64)
+    bins[order] = found
     return bins
 
 
@@ -246,11 +248,6 @@ def _exchange_with_any(costs: FloatArray, bins: IntArray, loads: FloatArray, hea
     loads[heavy] -= shift[row, column]
     loads[target[column]] += shift[row, column]
     return True
-
-
-def _longest_first(costs: FloatArray) -> list[int]:
-    order: list[int] = np.argsort(-costs, kind="stable").tolist()
-    return order
 
 
 def _check(costs: FloatArray, num_bins: int) -> None:

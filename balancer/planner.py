@@ -283,24 +283,20 @@ def _slots(inputs: StepInputs, packs: PackPlacement) -> tuple[PackSlot, ...]:
 
 
 def _media(inputs: StepInputs, choice: StepPlacement) -> tuple[MediaPlacement, ...]:
-    microbatches = choice.packs.microbatches.tolist()
-    degrees, alone = choice.encoding.degrees.tolist(), [(rank,) for rank in inputs.ranks]
-    placements = []
-    columns = (*inputs.media.T.tolist(), inputs.media_encoders, choice.encoding.members.tolist())
-    for item, (pack, sample, segment, position, num_rows, encoder, member) in enumerate(
-        zip(*columns, strict=True)
-    ):
-        ranks, rows, joined = alone[member], (num_rows,), False
-        if degrees[item] > 1:
-            shares = inputs.shares(item, degrees[item])
-            assert shares is not None, f"segment {item} does not divide into {degrees[item]}"
-            ranks, rows = inputs.ranks[member : member + degrees[item]], tuple(shares.rows.tolist())
-            joined = shares.joined
-        microbatch = microbatches[pack]
-        placements.append(
-            _placement(pack, sample, segment, microbatch, encoder, ranks, rows, joined, position, num_rows)
-        )
-    return tuple(placements)
+    pack, sample, segment, position, num_rows = inputs.media.T.tolist()
+    microbatches, members = choice.packs.microbatches[inputs.media_packs], choice.encoding.members.tolist()
+    alone: list[tuple[int, ...]] = [(rank,) for rank in inputs.ranks]
+    ranks = [alone[member] for member in members]
+    shares: list[tuple[int, ...]] = [(rows,) for rows in num_rows]
+    joined = [False] * len(members)
+    for item in choice.encoding.long_items:
+        degree, first = int(choice.encoding.degrees[item]), members[item]
+        found = inputs.shares(item, degree)
+        assert found is not None, f"segment {item} does not divide into {degree}"
+        ranks[item], shares[item] = inputs.ranks[first : first + degree], tuple(found.rows.tolist())
+        joined[item] = found.joined
+    columns = (microbatches.tolist(), inputs.media_encoders, ranks, shares, joined, position, num_rows)
+    return tuple(map(_placement, pack, sample, segment, *columns))
 
 
 def _balance(costs: FloatArray, num_bins: int, before: float, after: float) -> Balance:

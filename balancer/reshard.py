@@ -19,32 +19,34 @@ from balancer.partition import IntArray
 from omni_pipeline.core.errors import PlanError
 from omni_pipeline.core.plan import ExchangeKind, MediaPlacement, Pack, StepPlan
 from omni_pipeline.core.reshard import AllToAll, Hop, ReshardPlan, Scope, SumBuffer
-from omni_pipeline.core.sample import Modality
+from omni_pipeline.core.sample import Modality, Segment
 
 # What ``media_places`` says of a segment, by the names of ``MediaPlacement``.
 PLACE_FIELDS = ("pack", "sample", "segment", "position", "num_rows")
 
 
-def media_places(packs: Sequence[Pack]) -> IntArray:
-    """Return where the media segments of ``packs`` are and where their rows go, by pack, sample, segment.
+def media_places(packs: Sequence[Pack]) -> tuple[list[Segment], IntArray]:
+    """Return the media segments of ``packs``, and where they are and their rows go; by pack, sample, segment.
 
     Returns:
-        int64 [media, 5], see ``PLACE_FIELDS``: three indices; the position of the first row in the pack's
-        sequence, behind the segment's start marker; rows.
+        The segments, and int64 [media, 5], see ``PLACE_FIELDS``: three indices; the position of the first row
+        in the pack's sequence, behind the segment's start marker; rows.
     """
     text = Modality.TEXT
     # One flat list: thousands of tuples that live on wake the garbage collector again and again.
     found: list[int] = []
+    segments = []
     for pack_index, pack in enumerate(packs):
         start = 0
         for sample_index, sample in enumerate(pack.samples):
             position = start
             for segment_index, segment in enumerate(sample.segments):
                 if segment.modality is not text:
+                    segments.append(segment)
                     found += (pack_index, sample_index, segment_index, position + 1, segment.num_rows)
                 position += segment.num_tokens
             start += pack.padded_len or sample.num_tokens
-    return np.asarray(found, dtype=np.int64).reshape(-1, len(PLACE_FIELDS))
+    return segments, np.asarray(found, dtype=np.int64).reshape(-1, len(PLACE_FIELDS))
 
 
 @dataclass(frozen=True)

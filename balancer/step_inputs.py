@@ -24,7 +24,7 @@ from balancer.reorder import PackPlacement
 from balancer.reshard import media_places
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.plan import ExchangeKind, Pack
-from omni_pipeline.core.sample import Modality, Segment
+from omni_pipeline.core.sample import Segment
 
 # Below 2^53 ticks (25 hours of modelled time in a group and step) sums are exact.
 TICKS_PER_S = 1e11
@@ -91,15 +91,8 @@ def step_inputs(
     """
     topology = layout.topology
     replicas, ranks = topology.replicas_of_group(group), topology.ranks_of_group(group)
-    media = media_places(packs)
+    segments, media = media_places(packs)
     media_packs, _, _, positions, num_rows = media.T
-    segments = [
-        segment
-        for pack in packs
-        for sample in pack.samples
-        for segment in sample.segments
-        if segment.modality is not Modality.TEXT
-    ]
     owners = [layout.owners(replica) for replica in replicas]
     lengths = np.asarray([layout.length(pack) for pack in packs], dtype=np.int64)
     nodes = topology.nodes_of_group(group)

@@ -148,9 +148,9 @@ def test_positions_of_media_follow_the_start_marker() -> None:
     second = make_sample([image, text_segment(2), image], row=1)
     # Sample one takes 5 + 6 + 1 positions; in sample two 6 + 2 stand before the second image.
     pack = Pack(lane=0, number=0, samples=(first, second))
-    assert media_places([pack])[:, 1:4].tolist() == [[0, 1, 6], [1, 0, 13], [1, 2, 21]]
+    assert media_places([pack])[1][:, 1:4].tolist() == [[0, 1, 6], [1, 0, 13], [1, 2, 21]]
     padded = Pack(lane=0, number=0, samples=(first, second), padded_len=20)
-    assert media_places([padded])[:, 1:4].tolist() == [[0, 1, 6], [1, 0, 21], [1, 2, 29]]
+    assert media_places([padded])[1][:, 1:4].tolist() == [[0, 1, 6], [1, 0, 21], [1, 2, 29]]
 
 
 def test_a_rank_from_outside_the_group_is_refused() -> None:
