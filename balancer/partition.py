@@ -205,13 +205,16 @@ def _exchange_pairs(
     taken, taken_costs = _rows(costs, order, first[light], counts[light])
     # Column 0 is a move (nothing comes back), the others are swaps. Places without an item cost nothing: as
     # something given they do not help, as something taken they are the move.
-    back = np.concatenate((np.zeros((num_pairs, 1)), taken_costs), axis=1)
+    back = np.zeros((num_pairs, 1 + taken_costs.shape[1]))
+    back[:, 1:] = taken_costs
     shift = given_costs[:, :, None] - back[:, None, :]
     reached = np.maximum(loads[heavy][:, None, None] - shift, loads[light][:, None, None] + shift)
-    best = reached.reshape(num_pairs, -1).argmin(axis=1)
+    reached = reached.reshape(num_pairs, -1)
+    best, pair = reached.argmin(axis=1), np.arange(num_pairs)
+    helps: BoolArray = reached[pair, best] < loads[heavy]
+    if not helps.any():
+        return helps
     row, column = np.divmod(best, back.shape[1])
-    pair = np.arange(num_pairs)
-    helps = reached[pair, row, column] < loads[heavy]
     bins[given[pair, row][helps]] = light[helps]
     swaps = np.flatnonzero(helps & (column > 0))
     bins[taken[swaps, column[swaps] - 1]] = heavy[swaps]
@@ -226,9 +229,8 @@ def _rows(
 ) -> tuple[IntArray, FloatArray]:
     """Return the items of some bins and their costs, [bins, most items of one], filled up with costs of 0."""
     place = np.arange(int(counts.max(initial=0)))
-    filled = place < counts[:, None]
-    items = order[np.where(filled, first[:, None] + place, 0)]
-    return items, np.where(filled, costs[items], 0.0)
+    items = order[np.minimum(first[:, None] + place, len(order) - 1)]
+    return items, costs[items] * (place < counts[:, None])
 
 
 def _exchange_with_any(costs: FloatArray, bins: IntArray, loads: FloatArray, heavy: int, light: int) -> bool:
