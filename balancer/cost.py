@@ -114,18 +114,23 @@ class CostModel:
         """Return the seconds that a media segment adds to the rank that encodes it, forward and backward."""
         return self._grid_cost(self.encoder_name(segment), segment.grid)
 
-    def split(self, segment: Segment, degree: int) -> Split | None:
+    def split(self, segment: Segment, degree: int, *, num_positions: int | None = None) -> Split | None:
         """Return the segment in ``degree`` shares, or None if it cannot be split so.
 
         Shares end where attention ends (frames, chunks) if there are enough of these; else they are joined,
         if the degree divides the encoder's heads, every rank gets a row, and no convolution crosses them.
+
+        Args:
+            segment: The media segment.
+            degree: Ranks that share it.
+            num_positions: Positions in the kernels that joined shares are part of; None is many.
         """
         name = self.encoder_name(segment)
         cut = cut_segment(self.encoders[name], segment.grid, degree)
         if cut is None:
             return None
         if cut.joined:
-            costs = self._joined_costs(name, segment.grid, cut)
+            costs = self._joined_costs(name, segment.grid, cut, num_positions=num_positions)
         else:
             costs = tuple(self._grid_cost(name, grid) for grid in cut.grids)
         return Split(shares=cut.rows, joined=cut.joined, costs=costs)
@@ -189,13 +194,13 @@ class CostModel:
 
         Exact messages use both kinds of link at once; the steps of a two-level exchange follow each other.
         A symmetric buffer is an all-reduce of all rows: twice its bytes on every link (Patarasuk and Yuan
-        2009); between nodes each rank of a node carries its part only.
+        2009); between nodes each rank of a node carries its part of the rows only.
 
         Args:
             kind: How rows travel; see ``ExchangeKind``.
             num_rows: The larger of the rows that the rank sends and receives inside its node.
             num_messages: The larger of the messages that it sends and receives there, in one direction.
-            num_rows_network: As ``num_rows``, between nodes.
+            num_rows_network: As ``num_rows``, between nodes; of a symmetric buffer what a rank carries.
             num_messages_network: As ``num_messages``, between nodes.
             total_rows: Rows of the whole group, the size of a symmetric buffer.
         """
@@ -203,9 +208,8 @@ class CostModel:
         one_way_s = num_messages * machine.node_latency_s + num_messages_network * machine.network_latency_s
         latency_s = 2 * one_way_s
         if kind == "symmetric":
-            node_s = 2 * total_rows * self.bytes_per_row / machine.node_bytes_per_s
-            part_bytes = 2 * total_rows * self.bytes_per_row / machine.ranks_per_node
-            network_s = part_bytes / machine.network_bytes_per_s if num_messages_network else 0.0
+            node_s = 2 * total_rows * self.bytes_per_row / machine.node_bytes_per_s if num_messages else 0.0
+            network_s = 2 * num_rows_network * self.bytes_per_row / machine.network_bytes_per_s
             return node_s + network_s + latency_s
         node_s = num_rows * self.bytes_per_row / machine.node_bytes_per_s
         network_s = num_rows_network * self.bytes_per_row / machine.network_bytes_per_s
@@ -231,12 +235,15 @@ class CostModel:
             self._media_s[name, grid] = known
         return known
 
-    def _added_cost(self, name: str, shape: TransformerShape, sizes: Sizes) -> float:
-        """What this adds to a microbatch that is large already."""
+    def _added_cost(
+        self, name: str, shape: TransformerShape, sizes: Sizes, *, num_positions: int | None = None
+    ) -> float:
+        """What this adds to a microbatch of so many positions; None is one that is large already."""
         fit = self.fits.get(name)
         if fit:
             return fit.seconds(pairs=sizes.pairs(shape), positions=sizes.positions, segments=1)
-        rate = self.hardware.best_flops_per_s
+        machine = self.hardware
+        rate = machine.best_flops_per_s if num_positions is None else machine.attained(num_positions)
         return self._passes * math.fsum(self._part_s(part, rate) for part in forward_parts(shape, sizes))
 
     def _kernels_cost(self, name: str, shape: TransformerShape, sizes: Sizes, *, segments: int) -> float:
@@ -257,7 +264,9 @@ class CostModel:
     def _part_s(self, part: Part, flops_per_s: float) -> float:
         return max(part.flops / flops_per_s, self.value_bytes * part.values / self.hardware.hbm_bytes_per_s)
 
-    def _joined_costs(self, name: str, grid: tuple[int, int, int], cut: Cut) -> tuple[float, ...]:
+    def _joined_costs(
+        self, name: str, grid: tuple[int, int, int], cut: Cut, *, num_positions: int | None
+    ) -> tuple[float, ...]:
         """Own rows through the linear layers, a share of the heads through attention, exchanges between."""
         shape, degree = self.encoders[name], len(cut.rows)
         whole = media_sizes(shape, grid)
@@ -265,7 +274,8 @@ class CostModel:
         for rows, positions in zip(cut.rows, cut.positions, strict=True):
             # Pairs of all positions, with 1 / degree of the heads.
             own = Sizes(positions, rows, whole.full_pairs // degree, whole.window_pairs // degree)
-            costs.append(self._added_cost(name, shape, own) + self._ulysses_s(shape, positions, degree))
+            added_s = self._added_cost(name, shape, own, num_positions=num_positions)
+            costs.append(added_s + self._ulysses_s(shape, positions, degree))
         return tuple(costs)
 
     def _ulysses_s(self, shape: TransformerShape, num_positions: int, degree: int) -> float:

@@ -109,7 +109,9 @@ class ExchangePricer:
             steps = [
                 2 * (count - 1).bit_length() for count in (max(self.nodes.counts), len(self.nodes.counts))
             ]
-            return Traffic(0, steps[0], 0, steps[1], total_rows)
+            # The node with the fewest members has the fewest ports.
+            carried = -(-total_rows // min(self.nodes.counts)) if steps[1] else 0
+            return Traffic(0, steps[0], carried, steps[1], total_rows)
         if kind == "two_level":
             relay = self.nodes.relay(maker, owner)
             near = _busiest(maker, relay, rows, num_members)

@@ -171,7 +171,11 @@ def encode(
         num_microbatches: Of the step.
     """
     model, hosts = setup.cost_model, tuple(hosts)
-    kept = np.zeros((setup.topology.world_size, num_microbatches))
+    kept, positions = (np.zeros((setup.topology.world_size, num_microbatches)) for _ in range(2))
+    for item in segments:
+        of_row = model.encoders[model.encoder_name(item.segment)].positions_per_row
+        for rank, rows in zip(item.ranks, item.shares, strict=True):
+            positions[rank, item.microbatch] += rows * of_row
     grids: dict[tuple[int, int], dict[str, list[tuple[int, int, int]]]] = {}
     joined: dict[tuple[int, tuple[int, ...]], tuple[float, float]] = {}
     for item in segments:
@@ -179,7 +183,8 @@ def encode(
         for rank, rows in zip(item.ranks, item.shares, strict=True):
             kept[rank, microbatch] += model.media_bytes(item.segment, rows)
         if item.joined:
-            forward, backward = _joined_s(item, model)
+            fewest = int(min(positions[rank, microbatch] for rank in item.ranks))
+            forward, backward = _joined_s(item, model, num_positions=fewest)
             before = joined.get((microbatch, item.ranks), (0.0, 0.0))
             joined[microbatch, item.ranks] = before[0] + forward, before[1] + backward
             continue
@@ -214,9 +219,12 @@ def encoder_seconds(
     return forward, backward
 
 
-def _joined_s(item: PlacedSegment, model: CostModel) -> tuple[float, float]:
-    """Seconds (forward, backward) of the slowest share of a joined segment."""
-    split = model.split(item.segment, len(item.ranks))
+def _joined_s(item: PlacedSegment, model: CostModel, *, num_positions: int) -> tuple[float, float]:
+    """Seconds (forward, backward) of the slowest share of a joined segment, in kernels of ``num_positions``.
+
+    The rank with the fewest positions in the microbatch has the smallest kernels.
+    """
+    split = model.split(item.segment, len(item.ranks), num_positions=num_positions)
     assert split is not None, f"a plan splits {item.segment.grid} into {item.shares}"
     forward = max(split.costs) * model.forward_fraction(model.encoder_name(item.segment))
     return forward, max(split.costs) - forward

@@ -120,7 +120,18 @@ def test_in_a_node_many_rows_go_exactly_and_few_rows_through_a_buffer() -> None:
 def test_two_hops_send_one_message_to_each_node() -> None:
     pricer = ExchangePricer(busy_links(latency_s=1e-5), NODES)
     traffic = [pricer.traffic(kind, *_spread(1)) for kind in pricer.kinds]
-    assert traffic == [Traffic(3, 3, 4, 4, 56), Traffic(0, 4, 0, 2, 56), Traffic(6, 3, 4, 1, 56)]
+    assert traffic == [Traffic(3, 3, 4, 4, 56), Traffic(0, 4, 14, 2, 56), Traffic(6, 3, 4, 1, 56)]
+
+
+def test_a_buffer_goes_through_the_ports_of_the_members_of_a_node() -> None:
+    """A group with one rank in each of eight nodes has one port where a whole node has eight."""
+    nodes = group_nodes(Topology(64, pp=8, replicas_per_group=1, ranks_per_node=8), 0)
+    pricer = ExchangePricer(busy_links(latency_s=1e-5), nodes)
+    traffic = pricer.traffic("symmetric", *_spread(1))
+    assert traffic == Traffic(0, 0, 56, 6, 56)
+    bytes_per_row, network = pricer.cost_model.bytes_per_row, pricer.cost_model.hardware
+    expected = 2 * 56 * bytes_per_row / network.network_bytes_per_s + 2 * 6 * network.network_latency_s
+    assert pricer.seconds("symmetric", *_spread(1)) == pytest.approx(expected)
 
 
 def test_two_hops_win_between_the_two() -> None:

@@ -150,7 +150,7 @@ def test_a_microbatch_of_an_encoder_is_more_than_its_media_alone() -> None:
     [
         ("exact", max(40 * 32 / 1e3, 10 * 32 / 1e2) + 2 * (7 * 0.5 + 3 * 2)),
         ("two_level", 40 * 32 / 1e3 + 10 * 32 / 1e2 + 2 * (7 * 0.5 + 3 * 2)),
-        ("symmetric", 2 * 100 * 32 / 1e3 + 2 * 100 * 32 / 8 / 1e2 + 2 * (7 * 0.5 + 3 * 2)),
+        ("symmetric", 2 * 100 * 32 / 1e3 + 2 * 10 * 32 / 1e2 + 2 * (7 * 0.5 + 3 * 2)),
     ],
 )
 def test_exchanges_cost_bytes_of_both_links_and_messages_both_ways(

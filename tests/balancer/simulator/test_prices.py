@@ -164,6 +164,27 @@ def test_a_joined_segment_is_one_operation_of_its_ranks() -> None:
     assert first[0].forward_s + first[0].backward_s == pytest.approx(max(split.costs))
 
 
+def test_joined_shares_run_at_the_rate_of_the_kernels_that_they_are_in() -> None:
+    machine = HARDWARE.model_copy(update={"efficiency": ((64.0, 0.25), (1024.0, 1.0))})
+    setup = Setup(Topology(2), dataclasses.replace(model(), hardware=machine))
+    packs = some_packs(setup.topology)
+    items = planned_segments(make_plans(packs, setup, "no_lssp"), setup)
+    item = next(item for item in items if item.segment.grid == (1, 8, 16))
+    split = setup.cost_model.split(item.segment, 2, num_positions=64)
+    assert split is not None
+    shared = dataclasses.replace(item, ranks=(0, 1), shares=split.shares, joined=True, microbatch=0)
+    alone, among = (
+        encode([shared, *others], setup, hosts=range(2), num_microbatches=1).parts[0, 0][0]
+        for others in ([], [dataclasses.replace(shared, ranks=(1, 0))] * 20)
+    )
+    assert alone.forward_s + alone.backward_s == pytest.approx(max(split.costs))
+    best = setup.cost_model.split(item.segment, 2)
+    assert best is not None
+    assert max(best.costs) < max(split.costs)
+    # A kernel of 21 shares is large enough for the best rate.
+    assert among.forward_s + among.backward_s == pytest.approx(max(best.costs))
+
+
 @settings(max_examples=40)
 @given(steps())
 def test_rows_travel_as_the_plan_s_routes_say(step: Step) -> None:
