@@ -84,10 +84,13 @@ class BalanceConfig(BaseModel):
         description="Costs fitted to this machine by `omni profile --calibrate`; default: modelled ones.",
     )
 
-    @field_validator("group")
+    @field_validator("group", mode="before")
     @classmethod
-    def _positive(cls, value: str | int | NodeGroup) -> str | int | NodeGroup:
-        if isinstance(value, int) and value < 1:
+    def _is_a_group(cls, value: object) -> object:
+        """Say what is allowed in one sentence, not one for each kind of value."""
+        count = value["nodes"] if isinstance(value, dict) and value.keys() == {"nodes"} else value
+        is_count = isinstance(count, int) and not isinstance(count, bool) and count >= 1
+        if not (is_count or isinstance(value, NodeGroup) or value in ("none", "node", "all")):
             raise ValueError("must be 'none', 'node', 'all', at least 1, or { nodes = k }")
         return value
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from pydantic import ValidationError
 
 from balancer.check import check_plan
-from balancer.planner import BalanceConfig, GroupPlanner
+from balancer.planner import BalanceConfig, GroupPlanner, NodeGroup
 from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality
@@ -239,3 +240,18 @@ def test_groups_of_several_nodes_end_at_the_end_of_a_node() -> None:
 def test_wrong_settings_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         BalanceConfig.model_validate(bad)
+
+
+@pytest.mark.parametrize("group", ["bad", 0, -1, True, 2.5, None, [1], {"nodes": 0}, {"node": 1}, {}])
+def test_a_wrong_group_is_told_in_one_sentence(group: Any) -> None:
+    with pytest.raises(ValidationError) as caught:
+        BalanceConfig(group=group)
+    (error,) = caught.value.errors()
+    assert error["loc"] == ("group",)
+    assert error["msg"] == "Value error, must be 'none', 'node', 'all', at least 1, or { nodes = k }"
+
+
+@pytest.mark.parametrize("group", ["none", "node", "all", 3, {"nodes": 2}, NodeGroup(nodes=2)])
+def test_a_group_may_be_named_counted_or_a_number_of_nodes(group: Any) -> None:
+    expected = NodeGroup(nodes=2) if isinstance(group, dict) else group
+    assert BalanceConfig(group=group).group == expected
