@@ -23,7 +23,7 @@ def test_the_readme_shows_settings() -> None:
 @pytest.mark.parametrize("piece", PIECES)
 def test_a_run_accepts_the_settings_that_the_readme_shows(piece: str) -> None:
     settings = tomllib.loads(piece)
-    settings["sources"] = [SOURCE | source for source in settings["sources"]]
+    settings["sources"] = [SOURCE | source for source in settings.get("sources", [{"name": "a"}])]
     settings["order"] = {"packs_per_step": 64, "seq_len": 8192} | settings.get("order", {})
     config = RunConfig.model_validate({"run": {"dir": "runs/x", "steps": 1}} | settings)
     assert [source.name for source in config.sources] == [source["name"] for source in settings["sources"]]
