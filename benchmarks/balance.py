@@ -10,8 +10,8 @@ of ``--json`` is one object:
 
 ``plan_ms``, ``step_s`` (modelled step: encoders and LLM, without exchange or collectives) and
 ``plan_fraction`` (the one over the other) by ranks of the group, ``plan`` (more of the same);
-``imbalance`` by mixture, of ``encoder`` and ``llm``; ``mixture`` (rows moved, modelled speed-up) and
-``mixture_without_lssp`` (the same with every segment encoded by one rank);
+``imbalance`` by mixture, of ``encoder`` and ``llm``; ``mixture`` (rows moved, modelled speed-up, ``plan_ms``)
+and ``mixture_without_lssp`` (the same with every segment encoded by one rank);
 ``world_plan_ms``: the plan of one group of 64 ranks in worlds of several sizes; ``groups``: by ranks of the
 world, the imbalance and the modelled step if replicas balance in groups of none, one node (8 ranks), two,
 four, or all, no segment shared. All ranks of the run meet in every microbatch (their parameters are sharded
@@ -45,6 +45,7 @@ GROUP_RANKS = (8, 64, 256)
 WORLD_RANKS = (256, 4096, 16384)
 WORLD_GROUP = 64
 MIXTURE_RANKS = 64
+MIXTURE_REPEATS = 3
 EVEN: Mixture = {"page": 0.5, "text": 0.5}
 MIXTURES: dict[str, Mixture] = {
     **{f"{images}:{10 - images}": {"page": images / 10, "text": 1 - images / 10} for images in range(1, 10)},
@@ -82,13 +83,14 @@ def main(*, repeats: int, seed: int, as_json: bool) -> None:
         print(
             f"{name:16}: encoders {encoder['before']:.2f} -> {encoder['after']:.2f}, "
             f"LLM {llm['before']:.2f} -> {llm['after']:.2f}, {row['moved_rows_fraction']:.0%} of rows moved, "
-            f"modelled step {row['step_speedup']:.2f}x"
+            f"modelled step {row['step_speedup']:.2f}x, plan {row['plan_ms']:.0f} ms"
         )
     whole = {name: measure_mixture(mixture, seed=seed, lssp="off") for name, mixture in MIXTURES.items()}
     for name, row in whole.items():
         print(
             f"{name:16}, no segment shared: encoders {row['encoder']['after']:.2f}, "
-            f"LLM {row['llm']['after']:.2f}, modelled step {row['step_speedup']:.2f}x"
+            f"LLM {row['llm']['after']:.2f}, modelled step {row['step_speedup']:.2f}x, "
+            f"plan {row['plan_ms']:.0f} ms"
         )
     groups = [row for name in GROUP_MIXTURES for row in measure_groups(name, seed=seed)]
     for row in groups:
@@ -150,12 +152,14 @@ def measure_world(world_size: int, *, repeats: int, seed: int) -> float:
 def measure_mixture(
     mixture: Mixture, *, seed: int, num_ranks: int = MIXTURE_RANKS, lssp: Literal["auto", "off"] = "auto"
 ) -> dict[str, Any]:
-    """Return the imbalance before and after."""
-    planner = make_planner(num_ranks, lssp=lssp)
-    plan = planner.plan(step_packs(num_ranks, mixture, seed=seed), step=0, group=0)
+    """Return the imbalance before and after, and the time of the plan."""
+    planner, packs = make_planner(num_ranks, lssp=lssp), step_packs(num_ranks, mixture, seed=seed)
+    plan = planner.plan(packs, step=0, group=0)
+    planning = timings_ms(lambda: planner.plan(packs, step=0, group=0).digest, repeats=MIXTURE_REPEATS)
     encoder, llm = plan.encoder_balance, plan.llm_balance
     return {
         "media": len(plan.media),
+        "plan_ms": statistics.median(planning),
         "long": sum(item.is_long for item in plan.media),
         "encoder": {"before": encoder.imbalance_before, "after": encoder.imbalance_after},
         "llm": {"before": llm.imbalance_before, "after": llm.imbalance_after},
