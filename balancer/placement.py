@@ -69,6 +69,9 @@ def keeps_cap(inputs: StepInputs, placement: StepPlacement) -> bool:
 def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlacement:
     """Of some pack placements take the shortest step without a makespan above the unbalanced one.
 
+    The unbalanced step is one of them unless it breaks the cap or leaves forced segments whole, so moving
+    pays or nothing moves.
+
     Packs sorted by LLM cost are the optimum of the LLM, but they may spread media-heavy packs over more
     microbatches and so lengthen the encoders' part; the packs in order always qualify. The most promising
     are tried first, and none that could gain next to nothing. Only where a cap or a fixed threshold forces
@@ -87,7 +90,8 @@ def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlaceme
 
     least = _least_shares(inputs)
     found: list[StepPlacement] = []
-    best: StepPlacement | None = None
+    may_stay = not (inputs.forced > 1).any() and keeps_cap(inputs, unbalanced)
+    best: StepPlacement | None = unbalanced if may_stay else None
     tried = 0
     for bound, packs in sorted(
         ((_bound(inputs, packs, least), packs) for packs in _pack_placements(inputs)),
@@ -107,7 +111,7 @@ def place_balanced(inputs: StepInputs, unbalanced: StepPlacement) -> StepPlaceme
         )
         if is_allowed and (best is None or choice.step_ticks < best.step_ticks):
             best = choice
-    if not found:
+    if best is None and not found:
         raise does_not_fit(inputs)
     return best or min(found, key=lambda choice: choice.step_ticks)
 

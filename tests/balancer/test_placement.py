@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balancer import placement
+from balancer.cost import CostModel
 from balancer.step_inputs import TICKS_PER_S, StepInputs, step_inputs
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
-from tests.balancer.worlds import LSSP, Step
+from tests.balancer.worlds import LSSP, Step, cost_model, steps
 from tests.support.strategies import make_sample, media_segment, text_segment
 
 
@@ -47,17 +48,20 @@ def test_of_the_placements_tried_the_shortest_step_is_taken(monkeypatch: pytest.
     assert step.planner().plan(step.packs, step=0, group=0) == few
 
 
-def test_a_placement_that_cannot_gain_is_not_priced(monkeypatch: pytest.MonkeyPatch) -> None:
-    packs = tuple(pack(lane, 0, side=8, num_text=20) for lane in range(4))
+@pytest.mark.parametrize("large", [(), (0, 2)])
+def test_a_placement_that_cannot_gain_is_not_priced(
+    monkeypatch: pytest.MonkeyPatch, large: tuple[int, ...]
+) -> None:
+    packs = tuple(pack(lane, 0, side=32 if lane in large else 8, num_text=20) for lane in range(4))
     step = Step(Topology(world_size=2), 4, 1, packs)
-    tried = []
+    tried: list[int] = []
     place_media = placement.place_media
     monkeypatch.setattr(
         placement, "place_media", lambda *args, **named: tried.append(1) or place_media(*args, **named)
     )
     step.planner().plan(packs, step=0, group=0)
-    # Two microbatches of one placement: all packs are alike.
-    assert len(tried) == 2
+    # Packs that are all alike lie best in order; two large ones of one rank do not.
+    assert bool(tried) == bool(large)
 
 
 def test_what_comes_to_the_same_does_not_use_up_what_may_be_tried() -> None:
@@ -94,10 +98,23 @@ def test_giving_up_a_placement_early_changes_no_plan(sizes: list[tuple[int, int]
         assert step.planner(lssp=LSSP).plan(packs, step=0, group=0) == early
 
 
-def _inputs(step: Step) -> StepInputs:
-    planner = step.planner(lssp=LSSP)
+@settings(max_examples=60)
+@given(steps(), st.sampled_from([1e12, 1e6, 1e4]), st.sampled_from([0.0, 1e-4]))
+def test_no_step_is_longer_than_the_unbalanced_one_with_all_exchanges(
+    step: Step, bytes_per_s: float, latency_s: float
+) -> None:
+    inputs = _inputs(step, model=cost_model(bytes_per_s=bytes_per_s, latency_s=latency_s))
+    unbalanced = placement.place_in_order(inputs)
+    chosen = placement.place_balanced(inputs, unbalanced)
+    assert chosen.step_ticks <= unbalanced.step_ticks
+    assert chosen.encoder_ticks <= unbalanced.encoder_ticks
+    assert chosen.llm_ticks <= unbalanced.llm_ticks
+
+
+def _inputs(step: Step, *, model: CostModel | None = None) -> StepInputs:
+    planner = step.planner(lssp=LSSP, model=model)
     return step_inputs(
-        step.packs,
+        step.packs_of(0),
         group=0,
         cost_model=planner.cost_model,
         layout=planner.layout,
