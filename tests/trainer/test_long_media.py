@@ -137,7 +137,9 @@ def _reference(world_size: int, name: str) -> parity.Reference:
     return parity.reference_step(build_model(parity.CONFIG, seed=3).double(), SCENARIOS[world_size][name][0])
 
 
-def _check(world_size: int, names: list[str], *, layouts: dict[str, ParallelConfig] | None = None) -> None:
+def assert_equals_one_process(
+    world_size: int, names: list[str], *, layouts: dict[str, ParallelConfig] | None = None
+) -> None:
     by_rank = run_ranks(world_size, _run, args=(world_size, names, layouts or {}))
     for name in names:
         result, gradients = by_rank[0][name]
@@ -156,12 +158,12 @@ def _compare(
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_shared_segments_give_the_step_of_one_plain_process(world_size: int) -> None:
-    _check(world_size, list(SCENARIOS[world_size]))
+    assert_equals_one_process(world_size, list(SCENARIOS[world_size]))
 
 
 def test_shared_segments_with_gradients_summed_once_and_meshes_of_two() -> None:
     once = ParallelConfig(reshard="step", dp_shard=2)
-    _check(4, ["degrees two and four at once"], layouts={"vision": once, "audio": once})
+    assert_equals_one_process(4, ["degrees two and four at once"], layouts={"vision": once, "audio": once})
 
 
 def _run_planned(
