@@ -10,9 +10,9 @@ to fit, no context parallelism, four replicas to a group.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from balancer.shapes import TransformerShape
+from balancer.shapes import TransformerShape, vision_shape
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
 
@@ -128,19 +128,18 @@ def _vit(*, hidden: int, layers: int, ffn: int, heads: int, llm_hidden: int) -> 
 
     Its rows are made of 2 x 2 patches by a merger of two layers, as in the model family of this project.
     """
-    merged = 4 * hidden
-    return TransformerShape(
-        hidden=hidden,
+    shape = vision_shape(
         layers=layers,
+        hidden=hidden,
         ffn=ffn,
         heads=heads,
-        kv_heads=heads,
-        head_dim=hidden // heads,
-        gated=False,
-        input_dim=3 * 14 * 14,
-        output_widths=(merged, merged, llm_hidden),
-        positions_per_row=4,
+        patch_values=3 * 14 * 14,
+        merge=2,
+        window_patches=0,
+        full_attention_layers=0,
+        llm_hidden=llm_hidden,
     )
+    return replace(shape, gated=False)
 
 
 def _llm(
