@@ -99,12 +99,12 @@ def test_ranks_that_share_a_core_are_as_much_slower() -> None:
 @pytest.mark.timeout(200)
 def test_real_steps_are_measured_and_their_plans_simulated(tmp_path: Path) -> None:
     settings = (SETTING, replace(SETTING, balance=True))
-    by_rank = run_ranks(2, run_settings, args=(2, tmp_path, settings, 1, 1, 8.0), timeout_s=180)
+    by_rank = run_ranks(2, run_settings, args=(2, tmp_path, settings, 1, 4, 12.0), timeout_s=180)
     rows = [row_of(of_ranks) for of_ranks in zip(*by_rank, strict=True)]
     for row in rows:
         assert min(row["measured_s"], row["simulated_s"], row["work_s"]) > 0
         # Far apart only if one of them is wrong, not noisy: the fits are of the same model and machine.
-        assert 0.25 < row["simulated_work_s"] / row["work_s"] < 4
+        assert 0.4 < row["simulated_work_s"] / row["work_s"] < 2.5
     (pair,) = speedups(rows)
-    assert pair["simulated"] > 1
-    assert pair["work"] > 1
+    assert pair["simulated"] > 1.1
+    assert pair["work"] > 1.1
