@@ -1,9 +1,9 @@
 """What model is trained: named sizes, each part of which can be overridden. Free of torch.
 
 The family is the "thinker" of Qwen2.5-Omni: a vision transformer with window attention, a Whisper-like audio
-encoder, and a Qwen2.5 language model with M-RoPE. ``size`` picks a preset; tables below it override single
-numbers (``[model.llm] layers = 8``). Raw data sizes live in ``core.sizes`` and are part of the preset: the
-planner needs them without the model.
+encoder, and a Qwen2.5 language model with M-RoPE. ``size`` picks a preset (``trainer.presets``); tables below
+it override single numbers (``[model.llm] layers = 8``). Raw data sizes live in ``core.sizes`` and are part of
+the preset: the planner needs them without the model.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from omni_pipeline.core.sizes import ModelSizes
+from trainer.presets import PRESETS
 
 VOCAB_MULTIPLE = 64
 CHANNELS = 3
@@ -161,124 +162,3 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
         both_tables = isinstance(lower, Mapping) and isinstance(value, Mapping)
         merged[name] = _merged(lower, value) if both_tables and lower is not None else value
     return merged
-
-
-# The published numbers of Qwen2.5-Omni-7B are the defaults of the classes above.
-PRESETS: dict[str, dict[str, Any]] = {
-    "7b": {},
-    "3b": {
-        "llm": {
-            "layers": 36,
-            "hidden": 2048,
-            "intermediate": 11008,
-            "heads": 16,
-            "kv_heads": 2,
-            "vocab_size": 151_936,
-        },
-    },
-    "demo": {
-        "sizes": {
-            "vision": {
-                "min_pixels": 28 * 28,
-                "max_pixels": 100 * 28 * 28,
-                "video_fps": 4.0,
-                "video_max_frames": 16,
-                "video_max_pixels": 16 * 28 * 28,
-            },
-            "audio": {"num_mels": 80, "max_duration_s": 30.0},
-        },
-        "vision": {
-            "layers": 2,
-            "hidden": 96,
-            "intermediate": 192,
-            "heads": 4,
-            "window": 56,
-            "full_attention_layers": (0, 1),
-        },
-        "audio": {"layers": 2, "hidden": 96, "intermediate": 192, "heads": 4},
-        "llm": {
-            "layers": 3,
-            "hidden": 128,
-            "intermediate": 320,
-            "heads": 4,
-            "kv_heads": 2,
-            "head_dim": 32,
-            "vocab_size": 264,
-            "tied_head": True,
-            "rope_theta": 10_000.0,
-            "rope_sections": (4, 6, 6),
-        },
-    },
-    "tiny": {
-        "sizes": {
-            "vision": {
-                "min_pixels": 28 * 28,
-                "max_pixels": 12 * 28 * 28,
-                "video_max_frames": 4,
-                "video_max_pixels": 4 * 28 * 28,
-            },
-            "audio": {"num_mels": 16, "max_duration_s": 10.0},
-        },
-        "vision": {
-            "layers": 2,
-            "hidden": 32,
-            "intermediate": 48,
-            "heads": 2,
-            "window": 56,
-            "full_attention_layers": (1,),
-        },
-        "audio": {"layers": 2, "hidden": 32, "intermediate": 64, "heads": 2},
-        "llm": {
-            "layers": 2,
-            "hidden": 64,
-            "intermediate": 96,
-            "heads": 4,
-            "kv_heads": 2,
-            "head_dim": 16,
-            "vocab_size": 264,
-            "rope_theta": 10_000.0,
-            "rope_sections": (2, 3, 3),
-        },
-    },
-}
-
-
-def vision_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the vision encoder, its projection into the LLM included."""
-    vision = config.vision
-    hidden, inner = vision.hidden, vision.intermediate
-    attention = 4 * (hidden * hidden + hidden)
-    mlp = 2 * (hidden * inner + inner) + inner * hidden + hidden
-    merged = hidden * config.sizes.vision.merge**2
-    merger = hidden + merged * merged + merged + merged * config.llm.hidden + config.llm.hidden
-    return config.patch_values * hidden + vision.layers * (attention + mlp + 2 * hidden) + merger
-
-
-def audio_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the audio encoder, its projection into the LLM included."""
-    audio = config.audio
-    hidden, inner = audio.hidden, audio.intermediate
-    stem = 3 * config.sizes.audio.num_mels * hidden + hidden + 3 * hidden * hidden + hidden
-    attention = 4 * hidden * hidden + 3 * hidden
-    mlp = hidden * inner + inner + inner * hidden + hidden
-    out = 2 * hidden + hidden * config.llm.hidden + config.llm.hidden
-    return stem + audio.layers * (attention + mlp + 4 * hidden) + out
-
-
-def llm_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the LLM: a tied head counts once."""
-    llm = config.llm
-    query, key_value = llm.heads * llm.head_dim, llm.kv_heads * llm.head_dim
-    attention = llm.hidden * (query + 2 * key_value) + query + 2 * key_value + query * llm.hidden
-    block = attention + 3 * llm.hidden * llm.intermediate + 2 * llm.hidden
-    tables = llm.padded_vocab * llm.hidden * (1 if llm.tied_head else 2)
-    return llm.layers * block + llm.hidden + tables
-
-
-def parameter_counts(config: ModelConfig) -> dict[str, int]:
-    """Return the number of parameters by part: ``vision``, ``audio``, ``llm``."""
-    return {
-        "vision": vision_parameters(config),
-        "audio": audio_parameters(config),
-        "llm": llm_parameters(config),
-    }

@@ -29,7 +29,7 @@ def show(run_file: Path, as_json: bool, flags: tuple[str, ...]) -> None:
     Example: omni config show examples/own_media/run.toml --optimizer.lr 1e-4
     """
     from omni_pipeline.app.run_config import RunConfig
-    from trainer.config import parameter_counts
+    from trainer.counts import parameter_counts
 
     data = read_toml(run_file)
     config = validate(RunConfig, merge_flags(data, flags), where=str(run_file))

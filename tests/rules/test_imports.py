@@ -17,6 +17,7 @@ TORCH_FREE = [
     "loaders.order",
     "balancer.planner",
     "trainer.config",
+    "trainer.counts",
 ]
 
 

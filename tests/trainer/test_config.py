@@ -11,7 +11,9 @@ from pydantic import BaseModel
 from omni_pipeline.core.config import validate
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sizes import ModelSizes, VisionSizes
-from trainer.config import PRESETS, LlmConfig, ModelConfig, parameter_counts
+from trainer.config import LlmConfig, ModelConfig
+from trainer.counts import parameter_counts
+from trainer.presets import PRESETS
 
 
 class _Run(BaseModel):

@@ -10,8 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
-from trainer.config import PRESETS, ModelConfig, parameter_counts
+from trainer.config import ModelConfig
+from trainer.counts import parameter_counts
 from trainer.model.omni import OmniModel, build_model
+from trainer.presets import PRESETS
 
 
 @pytest.mark.parametrize("size", sorted(PRESETS))
