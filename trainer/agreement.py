@@ -226,9 +226,16 @@ def all_or_none(action: Callable[[], ResultT], *, what: str) -> ResultT:
 
 
 def raise_together(
-    message: str, *, what: str, groups: RankGroups, fix: str = "see the message of the rank named first"
+    message: str,
+    *,
+    what: str,
+    groups: RankGroups,
+    fix: str = "see the message of the rank named first",
+    nobody: str = "no rank knows why",
 ) -> NoReturn:
-    """Raise one error on all ranks with the messages of those that have one; all must call it.
+    """Raise one error on all ranks with the messages of those that have one, or else ``nobody``.
+
+    All ranks must call it.
 
     Raises:
         RankError: Always; names the first ranks with a message.
@@ -237,7 +244,7 @@ def raise_together(
     dist.all_gather_object(messages, message)
     lines = [f"rank {rank}: {text}" for rank, text in enumerate(messages) if text]
     more = f"; and {len(lines) - 8} more ranks" if len(lines) > 8 else ""
-    error = RankError(f"{what}: {'; '.join(lines[:8]) or 'no rank knows why'}{more}", fix=fix)
+    error = RankError(f"{what}: {'; '.join(lines[:8]) or nobody}{more}", fix=fix)
     error.is_shared = True
     raise error
 

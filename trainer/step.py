@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,12 @@ from omni_pipeline.core.sample import SampleId
 from trainer.agreement import Requests, agree, global_sums, raise_together, unite_failed
 from trainer.batches import batch_problem, idle_batch, rows_by_plan
 from trainer.colocation import ColocatedModel
+from trainer.culprits import Rerun, find_culprits
 from trainer.measure import StageClock
 from trainer.model.llm import LlmOutput
 from trainer.optimizer import clip_gradients, local_square_sum
 from trainer.reshard import reshard
 from trainer.stage_times import ENCODER, EXCHANGE, LLM, StageTimes
-
-NAMED_SAMPLES = 4
 
 
 @dataclass(frozen=True)
@@ -143,7 +142,7 @@ def train_step(
     loss_sums = [
         _forward_backward(model, microbatch, prepared, stages) for microbatch in prepared.batch.microbatches
     ]
-    loss_sum, grad_norm = _gather_and_check(model, loss_sums, prepared.batch, step=step)
+    loss_sum, grad_norm = _gather_and_check(model, loss_sums, prepared, step=step)
     clock.lap("compute_s")
     lr = learner.learning_rate_at(step)
     clip_gradients(model.module.parameters(), norm=grad_norm, limit=learner.grad_clip)
@@ -267,7 +266,7 @@ def _forward_backward(
 
 
 def _gather_and_check(
-    model: ColocatedModel, loss_sums: list[Tensor], batch: Batch, *, step: int
+    model: ColocatedModel, loss_sums: list[Tensor], prepared: PreparedStep, *, step: int
 ) -> tuple[float, float]:
     """Return the global loss sum and gradient norm; the one place where the host waits for the device.
 
@@ -276,6 +275,7 @@ def _gather_and_check(
     Raises:
         RankError: One of them is not finite; names the step and the samples, on all ranks.
     """
+    assert prepared.batch is not None, "agreed steps have a batch"
     groups = model.groups
     squares = local_square_sum(model.module.parameters(), world_size=groups.topology.world_size)
     own = torch.stack([squares, *(loss.double().cpu() for loss in loss_sums)])
@@ -285,24 +285,40 @@ def _gather_and_check(
     grad_square = sum(row[0] for row in rows)
     loss_sum = sum(loss for row in rows for loss in row[1:])
     if not math.isfinite(grad_square) or not math.isfinite(loss_sum):
-        # A bad gradient without a bad loss cannot be told apart by rank: gradients are already summed.
-        suspects = own.tolist()[1:] if not math.isfinite(loss_sum) else [math.nan] * len(loss_sums)
+        culprits = find_culprits(prepared.batch, _rerun(model, prepared), failed=prepared.failed)
         what = f"step {step}: loss sum is {loss_sum}, squared gradient norm is {grad_square}"
-        fix = "look at the data of the rank named first; a lower learning rate helps against values that grow"
-        raise_together(_not_finite(suspects, batch), what=what, groups=groups, fix=fix)
+        fix = (
+            "look at these samples (`omni plan --rebuild` gives their arrays) and deny them; if all are at "
+            "fault, the weights are: go back a checkpoint and lower the learning rate"
+        )
+        raise_together(culprits, what=what, groups=groups, fix=fix, nobody="no single sample, only their sum")
     return loss_sum, math.sqrt(grad_square)
 
 
-def _not_finite(losses: list[float], batch: Batch) -> str:
-    """Return which samples of this rank ran in microbatches whose loss is not finite, or ""."""
-    pairs = zip(batch.microbatches, losses, strict=True)
-    bad = [microbatch for microbatch, loss in pairs if not math.isfinite(loss)]
-    if not bad:
-        return ""
-    spans = [span for microbatch in bad for span in microbatch.spans]
-    names = [f"{span.id.source!r} shard {span.id.shard} sample {span.key}" for span in spans[:NAMED_SAMPLES]]
-    more = f" and {len(spans) - NAMED_SAMPLES} more" if len(spans) > NAMED_SAMPLES else ""
-    return f"microbatches {[item.index for item in bad]} with {', '.join(names) or 'no sample'}{more}"
+def _rerun(model: ColocatedModel, prepared: PreparedStep) -> Rerun:
+    """Return how microbatches of this step run again, without any effect on the weights."""
+    assert prepared.batch is not None, "agreed steps have a batch"
+    batch, plan = prepared.batch, prepared.batch.plan
+    parameters = list(model.module.parameters())
+
+    def losses(microbatch: MicroBatch, failed: frozenset[SampleId]) -> Tensor:
+        num_rows = rows_by_plan(plan, microbatch.index, rank=model.groups.rank)
+        with torch.no_grad():
+            output = run_microbatch(model, microbatch, num_rows=num_rows, failed=failed, with_losses=True)
+        model.release()
+        assert output.losses is not None, "losses were asked for"
+        return output.losses
+
+    def grad_square(microbatch: MicroBatch, failed: frozenset[SampleId]) -> Tensor:
+        for parameter in parameters:
+            parameter.grad = None
+        alone = replace(batch, microbatches=(microbatch,))
+        _forward_backward(
+            model, microbatch, replace(prepared, batch=alone, failed=failed), StageClock(model.groups.device)
+        )
+        return local_square_sum(parameters, world_size=model.groups.topology.world_size)
+
+    return Rerun(losses, grad_square)
 
 
 def _result_without_update(prepared: PreparedStep, *, step: int, timings: Mapping[str, float]) -> StepResult:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -298,7 +299,7 @@ def _bad_number(rank: int) -> tuple[str, bool]:
     topology = Topology(2)
     model = _colocated(topology)
     recorder = Recorder(model.module)
-    packs = _packs([MIXED[2]], [TEXT[0]])
+    packs = _packs([TEXT[1], MIXED[2]], [TEXT[0]])
     batch = _batch(packs, topology, balance=False, step=5)
     audio = batch.microbatches[0].inputs["audio"]
     if len(audio.values):
@@ -308,12 +309,59 @@ def _bad_number(rank: int) -> tuple[str, bool]:
     return caught.value.what, bool(recorder.gradients)
 
 
-def test_a_loss_that_is_not_finite_names_step_and_samples_on_all_ranks() -> None:
+def test_a_loss_that_is_not_finite_names_the_sample_on_all_ranks() -> None:
     results = run_ranks(2, _bad_number)
     assert len(set(results)) == 1
     what, has_stepped = results[0]
-    assert what.startswith("step 5: loss sum is nan, squared gradient norm is nan: rank 0: ")
-    assert what.endswith(f"rank 0: microbatches [0] with 'mixed' shard 0 sample {MIXED[2].key}")
+    assert what == (
+        "step 5: loss sum is nan, squared gradient norm is nan: "
+        f"rank 0: the loss of 'mixed' shard 0 sample {MIXED[2].key} (microbatch 0)"
+    )
+    assert not has_stepped
+
+
+BAD_TOKEN = 9
+
+
+class _BadBackward(torch.autograd.Function):
+    """The identity, whose gradient is no number where there is one and ``is_bad``."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, is_bad: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(is_bad)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        (is_bad,) = ctx.saved_tensors
+        return torch.where(is_bad[:, None] & (gradient != 0), math.nan, gradient), None
+
+
+def _bad_gradient(rank: int) -> tuple[str, bool]:
+    """Samples MIXED[3] and TEXT[3] begin with a token that spoils the gradient of what it embeds."""
+    topology = Topology(2)
+    model = _colocated(topology)
+    embed: torch.nn.Module = model.llm.embed_tokens  # type: ignore[assignment]
+    embed.register_forward_hook(lambda module, inputs, rows: _BadBackward.apply(rows, inputs[0] == BAD_TOKEN))
+    batch = _batch(_packs(MIXED[:2], MIXED[2:4], TEXT[:2], TEXT[2:5]), topology, step=5)
+    for microbatch in batch.microbatches:
+        microbatch.tokens[microbatch.tokens == BAD_TOKEN] = BAD_TOKEN + 1
+        for span in microbatch.spans:
+            if span.id in (MIXED[3].id, TEXT[3].id):
+                microbatch.tokens[span.end - 3] = BAD_TOKEN
+    recorder = Recorder(model.module)
+    with pytest.raises(OmniError) as caught:
+        train_step(_learner(model, recorder), batch, step=5)
+    return caught.value.what, bool(recorder.gradients)
+
+
+def test_a_gradient_that_is_not_finite_names_the_samples_on_all_ranks() -> None:
+    results = run_ranks(2, _bad_gradient)
+    assert len(set(results)) == 1
+    what, has_stepped = results[0]
+    assert re.fullmatch(r"step 5: loss sum is [\d.]+, squared gradient norm is nan: rank .*", what), what
+    named = re.findall(r"sample (\S+) \(microbatch \d\)", what)
+    assert sorted(named) == sorted([MIXED[3].key, TEXT[3].key]), what
     assert not has_stepped
 
 
