@@ -1,0 +1,1 @@
+"""Weights of the reference, read and written: names, settings, files."""
