@@ -18,7 +18,7 @@ demo: setup  ## the whole path on this machine: prepare, train, kill, resume, re
 	$(BIN)/omni demo --out demo-run
 
 test: setup lint types layers  ## lint, types, layers and the fast tests
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" -n 2 --dist loadfile
 
 test-slow: setup  ## the tests that take more than some seconds
 	$(BIN)/python -m pytest -m "slow"
