@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from omni_pipeline.core.sizes import ModelSizes
+from trainer.experts_config import ExpertsConfig
 from trainer.presets import PRESETS
 
 VOCAB_MULTIPLE = 64
@@ -97,11 +98,26 @@ class LlmConfig(BaseModel):
         description="Rotary frequencies turned by the temporal, height and width position; sum head_dim / 2.",
     )
     norm_eps: float = Field(1e-6, gt=0, description="Epsilon of RMSNorm.")
+    attention_bias: bool = Field(
+        True, description="Whether the query, key and value projections have a bias."
+    )
+    qk_norm: bool = Field(
+        False, description="Whether every head of queries and keys is normalised before its rotary position."
+    )
+    experts: ExpertsConfig | None = Field(
+        None, description="Mixture-of-experts layers; without this table all layers are dense."
+    )
 
     @property
     def padded_vocab(self) -> int:
         """Rows of the embedding table and of the head."""
         return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    @property
+    def sparse_layers(self) -> tuple[int, ...]:
+        """The layers with experts, counted from 0."""
+        experts = self.experts
+        return () if experts is None else tuple(filter(experts.is_sparse, range(self.layers)))
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -111,7 +127,22 @@ class LlmConfig(BaseModel):
             raise ValueError(
                 f"rope_sections {self.rope_sections} do not sum to half of head_dim {self.head_dim}"
             )
+        self._check_experts(self.experts)
         return self
+
+    def _check_experts(self, experts: ExpertsConfig | None) -> None:
+        if experts is None:
+            return
+        beyond = [layer for layer in experts.dense_layers if not 0 <= layer < self.layers]
+        if beyond:
+            raise ValueError(
+                f"experts.dense_layers names layer {beyond[0]}, the layers are 0 .. {self.layers - 1}"
+            )
+        if not self.sparse_layers:
+            raise ValueError(
+                f"experts.every {experts.every} and experts.dense_layers {experts.dense_layers} leave no "
+                f"sparse layer of {self.layers}"
+            )
 
 
 class ModelConfig(BaseModel):

@@ -27,14 +27,23 @@ def audio_parameters(config: ModelConfig) -> int:
     return stem + audio.layers * (attention + mlp + 4 * hidden) + out
 
 
-def llm_parameters(config: ModelConfig) -> int:
-    """Return the number of parameters of the LLM: a tied head counts once."""
-    llm = config.llm
+def llm_parameters(config: ModelConfig, *, active: bool = False) -> int:
+    """Return the number of parameters of the LLM: a tied head counts once.
+
+    Args:
+        active: Count only those that one token passes: ``top_k`` experts of each sparse layer.
+    """
+    llm, experts = config.llm, config.llm.experts
     query, key_value = llm.heads * llm.head_dim, llm.kv_heads * llm.head_dim
-    attention = llm.hidden * (query + 2 * key_value) + query + 2 * key_value + query * llm.hidden
-    block = attention + 3 * llm.hidden * llm.intermediate + 2 * llm.hidden
+    attention = llm.hidden * (query + 2 * key_value) + query * llm.hidden
+    attention += llm.attention_bias * (query + 2 * key_value) + llm.qk_norm * 2 * llm.head_dim
+    num_sparse = len(llm.sparse_layers)
+    mlps = (llm.layers - num_sparse) * 3 * llm.hidden * llm.intermediate
+    if experts is not None:
+        num_experts = experts.top_k if active else experts.count
+        mlps += num_sparse * llm.hidden * (experts.count + num_experts * 3 * experts.intermediate)
     tables = llm.padded_vocab * llm.hidden * (1 if llm.tied_head else 2)
-    return llm.layers * block + llm.hidden + tables
+    return llm.layers * (attention + 2 * llm.hidden) + mlps + llm.hidden + tables
 
 
 def parameter_counts(config: ModelConfig) -> dict[str, int]:

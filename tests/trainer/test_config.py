@@ -90,12 +90,30 @@ def test_vocabulary_is_padded_to_a_multiple_of_64() -> None:
         ),
         ({"audio": {"chunk": 7}}, "setting 'model.audio': chunk 7 is odd; the convolution halves it"),
         ({"audio": {"heads": 5}}, "setting 'model.audio': hidden 96 is not an even multiple of heads 5"),
+        (
+            {"llm": {"experts": {"count": 4, "top_k": 5}}},
+            "setting 'model.llm.experts': top_k 5 is more than count 4",
+        ),
+        (
+            {"llm": {"experts": {"dense_layers": [0, 3]}}},
+            "setting 'model.llm': experts.dense_layers names layer 3, the layers are 0 .. 2",
+        ),
+        (
+            {"llm": {"experts": {"every": 2, "dense_layers": [1]}}},
+            "setting 'model.llm': experts.every 2 and experts.dense_layers (1,) leave no sparse layer of 3",
+        ),
     ],
 )
 def test_wrong_settings_are_named_with_value_and_limit(table: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         validate(_Run, {"model": {"size": "demo", **table}}, where="run.toml")
     assert caught.value.what == message
+
+
+def test_every_nth_layer_is_sparse_but_those_named() -> None:
+    llm = LlmConfig.model_validate({"layers": 8, "experts": {"every": 2, "dense_layers": [3, 4]}})
+    assert llm.sparse_layers == (1, 5, 7)
+    assert LlmConfig(layers=8).sparse_layers == ()
 
 
 @pytest.mark.parametrize("size", ["70b", 3, ["demo"]])
