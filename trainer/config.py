@@ -17,7 +17,6 @@ from omni_pipeline.core.sizes import ModelSizes
 from trainer.experts_config import ExpertsConfig
 from trainer.presets import PRESETS
 
-VOCAB_MULTIPLE = 64
 CHANNELS = 3
 
 ModelSize = Literal["tiny", "demo", "3b", "7b"]
@@ -89,7 +88,7 @@ class LlmConfig(BaseModel):
     vocab_size: int = Field(
         152_064,
         ge=1,
-        description="Token ids the tokenizer may give; the table is padded to a multiple of 64.",
+        description="Rows of the embedding table and of the head; a multiple of 64 or 128 is fastest.",
     )
     tied_head: bool = Field(False, description="Whether the output head is the embedding table.")
     rope_theta: float = Field(1_000_000.0, gt=1, description="Base of the rotary frequencies.")
@@ -107,11 +106,6 @@ class LlmConfig(BaseModel):
     experts: ExpertsConfig | None = Field(
         None, description="Mixture-of-experts layers; without this table all layers are dense."
     )
-
-    @property
-    def padded_vocab(self) -> int:
-        """Rows of the embedding table and of the head."""
-        return -(-self.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:

@@ -42,7 +42,7 @@ def llm_parameters(config: ModelConfig, *, active: bool = False) -> int:
     if experts is not None:
         num_experts = experts.top_k if active else experts.count
         mlps += num_sparse * llm.hidden * (experts.count + num_experts * 3 * experts.intermediate)
-    tables = llm.padded_vocab * llm.hidden * (1 if llm.tied_head else 2)
+    tables = llm.vocab_size * llm.hidden * (1 if llm.tied_head else 2)
     return llm.layers * (attention + 2 * llm.hidden) + mlps + llm.hidden + tables
 
 

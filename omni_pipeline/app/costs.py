@@ -63,7 +63,7 @@ def llm_shape(model: ModelConfig) -> TransformerShape:
         kv_heads=llm.kv_heads,
         head_dim=llm.head_dim,
         causal=True,
-        output_widths=(llm.hidden, llm.padded_vocab),
+        output_widths=(llm.hidden, llm.vocab_size),
     )
 
 

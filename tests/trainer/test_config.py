@@ -62,11 +62,6 @@ def test_validation_does_not_change_the_presets() -> None:
     assert repr(PRESETS) == before
 
 
-def test_vocabulary_is_padded_to_a_multiple_of_64() -> None:
-    assert ModelConfig(size="demo").llm.padded_vocab == 320
-    assert ModelConfig(size="3b").llm.padded_vocab == 151_936
-
-
 @pytest.mark.parametrize(
     ("table", "message"),
     [

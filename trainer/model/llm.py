@@ -87,10 +87,10 @@ class Llm(nn.Module):
     def __init__(self, config: LlmConfig) -> None:
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.padded_vocab, config.hidden)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden)
         self.layers = nn.ModuleList(LlmBlock(config) for _ in range(config.layers))
         self.norm = RMSNorm(config.hidden, eps=config.norm_eps)
-        self.lm_head = None if config.tied_head else nn.Linear(config.hidden, config.padded_vocab, bias=False)
+        self.lm_head = None if config.tied_head else nn.Linear(config.hidden, config.vocab_size, bias=False)
 
     @property
     def block_list(self) -> nn.ModuleList:
