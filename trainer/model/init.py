@@ -16,6 +16,7 @@ from omni_pipeline.core.seeding import generator
 
 EMBEDDING_STD = 0.02
 WRAPPER_PREFIX = "_checkpoint_wrapped_module."
+EXPERTS = ".mlp.experts."
 RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
 
 
@@ -24,8 +25,9 @@ def init_weights(model: nn.Module, *, seed: int, num_layers: dict[str, int]) -> 
     """Write the first weights of every parameter of ``model``; no collective.
 
     Matrices are normal with deviation 1 / sqrt(inputs), so that a narrow model starts as lively as a wide one
-    (at width 2500 it is the usual 0.02); those that write into a residual stream are scaled down by
-    sqrt(2 x layers) (GPT-2). The embedding table has deviation 0.02. Vectors are 1, biases 0.
+    (at width 2500 it is the usual 0.02); those of experts, which share a tensor, like any other. Those that
+    write into a residual stream are scaled down by sqrt(2 x layers) (GPT-2). The embedding table has
+    deviation 0.02. Vectors are 1, biases 0.
 
     Args:
         model: On a real device; parameters may be DTensors.
@@ -44,7 +46,8 @@ def _first_value(name: str, shape: torch.Size, *, seed: int, num_layers: int) ->
     if len(shape) == 1:
         return torch.ones(shape)
     is_residual = name.removesuffix(".weight").endswith(RESIDUAL_OUTPUTS)
-    std = EMBEDDING_STD if "embed_tokens" in name else 1 / math.sqrt(math.prod(shape[1:]))
+    num_inputs = shape[-1] if EXPERTS in name else math.prod(shape[1:])
+    std = EMBEDDING_STD if "embed_tokens" in name else 1 / math.sqrt(num_inputs)
     if is_residual:
         std /= math.sqrt(2 * num_layers)
     random = torch.Generator().manual_seed(int(generator(seed, f"init/{name}").integers(2**63)))
