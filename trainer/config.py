@@ -1,32 +1,50 @@
 """What model is trained: named sizes, each part of which can be overridden. Free of torch.
 
 The family is the "thinker" of Qwen2.5-Omni: a vision transformer with window attention, a Whisper-like audio
-encoder, and a Qwen2.5 language model with M-RoPE. ``size`` picks a preset (``trainer.presets``); tables below
-it override single numbers (``[model.llm] layers = 8``). Raw data sizes live in ``core.sizes`` and are part of
-the preset: the planner needs them without the model.
+encoder, and a Qwen2.5 language model with M-RoPE. ``size`` picks a preset (``trainer.presets``); a part may
+pick another (``[model.vision] size = "1b"``), and single numbers win over both (``[model.llm] layers = 8``).
+Raw data sizes live in ``core.sizes`` and are part of the whole model's preset: the planner needs them without
+the model.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from omni_pipeline.core.sizes import ModelSizes
 from trainer.experts_config import ExpertsConfig
-from trainer.presets import PRESETS
+from trainer.presets import LLM_PRESETS, PRESETS, VISION_PRESETS
 
 CHANNELS = 3
 
 ModelSize = Literal["tiny", "demo", "3b", "7b"]
 
 
-class VisionConfig(BaseModel):
-    """The vision transformer; the listed defaults are those of 3b and 7b."""
+class SizedPart(BaseModel):
+    """A part of the model with sizes of its own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]]
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        size = data.get("size") if isinstance(data, Mapping) else None
+        preset = cls.presets.get(size) if isinstance(size, str) else None
+        return data if preset is None else {**preset, **data}
+
+
+class VisionConfig(SizedPart):
+    """The vision transformer; the listed defaults are those of 3b and 7b."""
+
+    presets = VISION_PRESETS
+
+    size: Literal["1b", "2.4b", "10b"] | None = Field(
+        None, description="Preset of this part alone, its merger not counted; default: that of model.size."
+    )
     layers: int = Field(32, ge=1, description="Transformer blocks.")
     hidden: int = Field(1280, ge=4, description="Width; a multiple of heads x 4.")
     intermediate: int = Field(3420, ge=1, description="Inner width of the SwiGLU.")
@@ -74,11 +92,14 @@ class AudioConfig(BaseModel):
         return self
 
 
-class LlmConfig(BaseModel):
+class LlmConfig(SizedPart):
     """The language model; the listed defaults are those of 7b."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    presets = LLM_PRESETS
 
+    size: Literal["12b", "70b", "175b"] | None = Field(
+        None, description="Preset of this part alone; default: that of model.size."
+    )
     layers: int = Field(28, ge=1, description="Transformer blocks.")
     hidden: int = Field(3584, ge=2, description="Width.")
     intermediate: int = Field(18944, ge=1, description="Inner width of the SwiGLU.")
@@ -155,12 +176,17 @@ class ModelConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_from_preset(cls, data: Any) -> Any:
-        """Put the preset under what is given, as plain data, so that one override keeps all the rest."""
+        """Put the preset under what is given, as plain data, so that one override keeps all the rest.
+
+        A part with a size of its own takes nothing from the whole model's.
+        """
         if not isinstance(data, Mapping):
             return data
-        size = data.get("size", cls.model_fields["size"].default)
-        preset = PRESETS.get(size) if isinstance(size, str) else None
-        return dict(data) if preset is None else _merged(preset, data)
+        given = {name: _plain(value) for name, value in data.items()}
+        size = given.get("size", cls.model_fields["size"].default)
+        preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
+        sized = {name for name, value in given.items() if isinstance(value, Mapping) and value.get("size")}
+        return _merged({name: table for name, table in preset.items() if name not in sized}, given)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -177,12 +203,14 @@ class ModelConfig(BaseModel):
         return CHANNELS * self.sizes.vision.temporal_patch * self.sizes.vision.patch**2
 
 
+def _plain(value: Any) -> Any:
+    return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
+
+
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``above`` laid over ``below``; tables are merged, everything else is replaced."""
     merged = dict(below)
     for name, value in above.items():
-        if isinstance(value, BaseModel):
-            value = value.model_dump(exclude_unset=True)
         lower = merged.get(name)
         both_tables = isinstance(lower, Mapping) and isinstance(value, Mapping)
         merged[name] = _merged(lower, value) if both_tables and lower is not None else value

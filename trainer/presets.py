@@ -1,4 +1,14 @@
-"""The numbers behind ``model.size``: plain data, laid under what a run file gives. Free of torch."""
+"""The numbers behind ``size``, of the whole model and of a part: plain data, laid under what is given.
+
+- ``3b`` and ``7b`` are the published thinkers of Qwen2.5-Omni; ``tiny`` is for tests, ``demo`` for the demo.
+- Sizes of a part are for planning at the scale of MegaScale-Omni (EuroSys 2026), which names its models by
+  their number of parameters alone: ViT of 1B, 2.4B and 10B, LLM of 12B, 70B and 175B. Here they have the
+  layers of this family (gated, grouped queries, windows, its vocabulary), so that such a model could be
+  trained; a test holds their counts to their names. ``balancer.simulator.workloads`` has other shapes under
+  the same names: those of published models (GPT-3 has no gate, LLaMA 32000 tokens), to repeat published runs.
+
+Free of torch.
+"""
 
 from __future__ import annotations
 
@@ -81,4 +91,36 @@ PRESETS: dict[str, dict[str, Any]] = {
             "rope_sections": (2, 3, 3),
         },
     },
+}
+
+# Widths and depths of ViT-g (Zhai et al. 2022) for 1b; every eighth block sees the whole picture, as in 7b.
+VISION_PRESETS: dict[str, dict[str, Any]] = {
+    "1b": {
+        "layers": 40,
+        "hidden": 1408,
+        "intermediate": 4096,
+        "heads": 16,
+        "full_attention_layers": (7, 15, 23, 31, 39),
+    },
+    "2.4b": {
+        "layers": 48,
+        "hidden": 2048,
+        "intermediate": 5440,
+        "heads": 16,
+        "full_attention_layers": (7, 15, 23, 31, 39, 47),
+    },
+    "10b": {
+        "layers": 48,
+        "hidden": 4096,
+        "intermediate": 11520,
+        "heads": 32,
+        "full_attention_layers": (7, 15, 23, 31, 39, 47),
+    },
+}
+
+# Widths and depths of LLaMA-13B and LLaMA-2-70B (Touvron et al. 2023) and of GPT-3 (Brown et al. 2020).
+LLM_PRESETS: dict[str, dict[str, Any]] = {
+    "12b": {"layers": 40, "hidden": 5120, "intermediate": 12800, "heads": 40, "kv_heads": 8},
+    "70b": {"layers": 80, "hidden": 8192, "intermediate": 28672, "heads": 64, "kv_heads": 8},
+    "175b": {"layers": 96, "hidden": 12288, "intermediate": 39424, "heads": 96, "kv_heads": 8},
 }

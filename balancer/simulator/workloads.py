@@ -5,6 +5,9 @@ and so on. What a name stands for is stated at each shape: numbers of a publishe
 there is one, else our assumption between two that are. Parallel degrees and groups are not published and are
 our choice: tensor parallel over the 8 ranks of a node (4 for the 12B model), as many stages as the LLM needs
 to fit, no context parallelism, four replicas to a group.
+
+The sizes of the same names in ``[model.vision]`` and ``[model.llm]`` of a run file are other shapes: layers
+of this project's family, which can be trained. Here a name is what others have published under it.
 """
 
 from __future__ import annotations

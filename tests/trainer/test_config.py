@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -11,9 +12,9 @@ from pydantic import BaseModel
 from omni_pipeline.core.config import validate
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sizes import ModelSizes, VisionSizes
-from trainer.config import LlmConfig, ModelConfig
+from trainer.config import LlmConfig, ModelConfig, ModelSize, VisionConfig
 from trainer.counts import parameter_counts
-from trainer.presets import PRESETS
+from trainer.presets import LLM_PRESETS, PRESETS, VISION_PRESETS
 
 
 class _Run(BaseModel):
@@ -21,15 +22,51 @@ class _Run(BaseModel):
 
 
 @pytest.mark.parametrize(
-    ("size", "vision", "audio", "llm"),
+    ("size", "counts"),
     # Sums by hand from the published widths; the LLM of 7b is the 7.6 billion of Qwen2.5-7B.
-    [("3b", 668_684_288, 637_672_448, 3_397_103_616), ("7b", 676_550_144, 639_640_064, 7_615_616_512)],
+    [
+        ("3b", (631_975_680, 36_708_608, 635_046_400, 2_626_048, 3_397_103_616)),
+        ("7b", (631_975_680, 44_574_464, 635_046_400, 4_593_664, 7_615_616_512)),
+    ],
 )
-def test_published_sizes_have_the_published_number_of_parameters(
-    size: str, vision: int, audio: int, llm: int
-) -> None:
+def test_published_sizes_have_the_published_number_of_parameters(size: str, counts: tuple[int, ...]) -> None:
     config = ModelConfig.model_validate({"size": size})
-    assert parameter_counts(config) == {"vision": vision, "audio": audio, "llm": llm}
+    names = ("vision", "vision_projector", "audio", "audio_projector", "llm")
+    assert parameter_counts(config) == dict(zip(names, counts, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("part", "size", "billions"),
+    [
+        ("vision", "1b", 1.0),
+        ("vision", "2.4b", 2.4),
+        ("vision", "10b", 10.0),
+        ("llm", "12b", 12.0),
+        ("llm", "70b", 70.0),
+        ("llm", "175b", 175.0),
+    ],
+)
+def test_sizes_of_a_part_have_the_parameters_of_their_name(part: str, size: str, billions: float) -> None:
+    config = ModelConfig.model_validate({"size": "demo", part: {"size": size}})
+    assert parameter_counts(config)[part] == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_every_size_of_a_part_has_a_preset() -> None:
+    for config, presets in ((VisionConfig, VISION_PRESETS), (LlmConfig, LLM_PRESETS)):
+        named = get_args(get_args(config.model_fields["size"].annotation)[0])
+        assert list(named) == list(presets)
+    assert list(get_args(ModelSize)) == list(reversed(PRESETS))
+
+
+def test_a_size_of_a_part_wins_over_that_of_the_model_and_a_number_over_both() -> None:
+    config = ModelConfig.model_validate({"size": "demo", "llm": {"size": "70b", "layers": 3}})
+    assert config.llm == LlmConfig(size="70b", layers=3)
+    assert (config.llm.hidden, config.llm.layers) == (8192, 3)
+    # Nothing of the whole model's preset stays in that part, and all of it elsewhere.
+    assert (config.llm.vocab_size, config.llm.tied_head) == (152_064, False)
+    assert config.vision == ModelConfig(size="demo").vision
+    assert ModelConfig(size="demo", llm=LlmConfig(size="70b", layers=3)) == config
+    assert ModelConfig.model_validate(config.model_dump(mode="json")) == config
 
 
 @pytest.mark.parametrize("size", sorted(PRESETS))
@@ -57,14 +94,19 @@ def test_dumped_settings_read_back_equal(size: str) -> None:
 
 
 def test_validation_does_not_change_the_presets() -> None:
-    before = repr(PRESETS)
+    before = repr((PRESETS, LLM_PRESETS))
+    ModelConfig.model_validate({"llm": {"size": "12b", "experts": {"count": 8}}})
     ModelConfig.model_validate({"size": "demo", "llm": {"layers": 1}, "sizes": {"audio": {"num_mels": 8}}})
-    assert repr(PRESETS) == before
+    assert repr((PRESETS, LLM_PRESETS)) == before
 
 
 @pytest.mark.parametrize(
     ("table", "message"),
     [
+        (
+            {"llm": {"size": "13b"}},
+            "setting 'model.llm.size': Input should be '12b', '70b' or '175b', got '13b'",
+        ),
         ({"llm": {"layer": 3}}, "unknown setting 'model.llm.layer'; did you mean 'layers'?"),
         (
             {"llm": {"rope_sections": [1, 1, 1]}},

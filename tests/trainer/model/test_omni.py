@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -15,14 +18,27 @@ from trainer.counts import parameter_counts
 from trainer.model.omni import OmniModel, build_model
 from trainer.presets import PRESETS
 
+SIZED_PARTS = {"size": "tiny", "vision": {"size": "1b"}, "llm": {"size": "12b"}}
 
-@pytest.mark.parametrize("size", sorted(PRESETS))
+
+@pytest.mark.parametrize("table", [*({"size": size} for size in sorted(PRESETS)), SIZED_PARTS], ids=str)
 @pytest.mark.parametrize("tied", [False, True])
-def test_parameter_counts_are_those_of_the_built_model(size: str, tied: bool) -> None:
-    config = ModelConfig.model_validate({"size": size, "llm": {"tied_head": tied}})
+def test_parameter_counts_are_those_of_the_built_model(table: dict[str, Any], tied: bool) -> None:
+    config = ModelConfig.model_validate({**table, "llm": {**table.get("llm", {}), "tied_head": tied}})
     model = build_model(config, device="meta")
-    parts = {**dict(model.encoders.items()), "llm": model.llm}
-    counts = {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+    vision, audio = model.encoders["vision"], model.encoders["audio"]
+    projectors: dict[str, list[nn.Module]] = {
+        "vision_projector": [vision.merger],
+        "audio_projector": [audio.ln_post, audio.proj],
+    }
+    found = {name: sum(_num_parameters(part) for part in parts) for name, parts in projectors.items()}
+    counts = {
+        "vision": _num_parameters(vision) - found["vision_projector"],
+        "vision_projector": found["vision_projector"],
+        "audio": _num_parameters(audio) - found["audio_projector"],
+        "audio_projector": found["audio_projector"],
+        "llm": _num_parameters(model.llm),
+    }
     assert list(counts.items()) == list(parameter_counts(config).items())
 
 
@@ -32,6 +48,10 @@ def test_tables_have_a_row_for_every_token_and_no_other() -> None:
     assert llm.embed_tokens.weight.shape[0] == 263
     assert llm.lm_head is not None
     assert llm.lm_head.weight.shape[0] == 263
+
+
+def _num_parameters(part: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in part.parameters())
 
 
 def test_first_weights_depend_on_the_seed_alone() -> None:
