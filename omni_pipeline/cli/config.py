@@ -26,23 +26,27 @@ def command() -> None:
 def show(run_file: Path, as_json: bool, flags: tuple[str, ...]) -> None:
     """Print every setting of RUN_FILE with FLAGS applied, and whether it is from a flag, the file or default.
 
+    Below: the parameters of each part of the model, and the operations of a forward and of training. With
+    --json they are one more entry beside the settings, "counts".
+
     Example: omni config show examples/own_media/run.toml --optimizer.lr 1e-4
     """
+    from omni_pipeline.app.model_counts import model_counts
     from omni_pipeline.app.run_config import RunConfig
-    from trainer.counts import parameter_counts
+    from omni_pipeline.cli.config_tables import print_counts
 
     data = read_toml(run_file)
     config = validate(RunConfig, merge_flags(data, flags), where=str(run_file))
-    resolved = _flat(config.model_dump(mode="json"))
+    settings, counts = config.model_dump(mode="json"), model_counts(config)
     if as_json:
-        click.echo(json.dumps(config.model_dump(mode="json")))
+        click.echo(json.dumps({**settings, "counts": counts.to_dict()}))
         return
     in_file, in_flags = set(_flat(data)), {name for name, _ in assignments(flags)}
-    for name, value in resolved.items():
+    for name, value in _flat(settings).items():
         origin = "flag" if _is_within(name, in_flags) else "file" if _is_within(name, in_file) else "default"
         click.echo(f"{name} = {json.dumps(value)}  # {origin}")
-    for name, count in parameter_counts(config.model).items():
-        click.echo(f"# parameters of {name}: {count:,}")
+    click.echo()
+    print_counts(counts, seq_len=config.order.seq_len)
 
 
 def _is_within(name: str, given: set[str]) -> bool:

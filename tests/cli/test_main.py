@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from omni_pipeline.app.model_counts import model_counts
 from omni_pipeline.cli.main import main
 from tests.support.runs import make_run
 
@@ -125,6 +127,32 @@ def test_flags_into_lists_keep_their_origin(
     lines = capsys.readouterr().out.splitlines()
     assert "sources.0.weight = 2.0  # flag" in lines
     assert "sources.1.weight = 0.3  # file" in lines
+
+
+def test_config_show_counts_parameters_and_operations(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--model.size", "7b", "--order.seq_len", "8192"]
+    assert run_main(monkeypatch, "config", "show", str(run_file), *flags) == 0
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capsys.readouterr().out.splitlines()]
+    assert ["llm", "7,615,616,512", "7.616"] in rows
+    assert ["total", "8,931,806,720", "8.932"] in rows
+    assert ["forward of the LLM, per token of a text of 8192 tokens", "15.78 GFLOP"] in rows
+    assert not any("active" in row[0] for row in rows if row)
+
+
+def test_config_show_as_json_is_the_settings_and_one_entry_more(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from omni_pipeline.app.run_config import RunConfig
+
+    flags = ["--model.llm.experts.count", "16"]
+    assert run_main(monkeypatch, "config", "show", str(run_file), "--json", *flags) == 0
+    shown = json.loads(capsys.readouterr().out)
+    counts = shown.pop("counts")
+    config = RunConfig.model_validate(shown)
+    assert counts == json.loads(json.dumps(model_counts(config).to_dict()))
+    assert 0 < counts["active"] < counts["total"] == sum(counts["parameters"].values())
 
 
 def test_examples_in_the_help_name_files_that_exist(
