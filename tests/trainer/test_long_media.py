@@ -21,8 +21,8 @@ from omni_pipeline.core.sample import Modality, Sample
 from omni_pipeline.core.topology import Topology
 from tests.support import parity
 from tests.support.ranks import run_ranks
+from tests.support.steps import Recorder
 from tests.support.strategies import make_sample, media_segment, text_segment
-from tests.trainer.test_step import Recorder
 from trainer.colocation import ColocatedModel, colocate, omni_anchors
 from trainer.model.omni import build_model
 from trainer.parallel.config import ParallelConfig

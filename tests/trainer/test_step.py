@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from balancer.exchange import ExchangeSetting
 from omni_pipeline.core.batch import Batch
@@ -23,6 +22,7 @@ from omni_pipeline.core.sample import Sample, SampleId
 from omni_pipeline.core.topology import Topology
 from tests.support import parity
 from tests.support.ranks import run_ranks
+from tests.support.steps import Recorder
 from trainer.agreement import Requests
 from trainer.colocation import ColocatedModel, colocate
 from trainer.model.omni import build_model
@@ -61,20 +61,6 @@ SCENARIOS: dict[str, tuple[tuple[Pack, ...], frozenset[SampleId]]] = {
     "buckets": (_padded(MIXED[:2], MIXED[2:4], [MIXED[8]], TEXT), frozenset({MIXED[1].id, TEXT[2].id})),
 }
 MOVING = "full packs", "ranks without media", "failed samples", "buckets"
-
-
-class Recorder(torch.optim.SGD):
-    """Keeps the gradients of a step and changes nothing."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.0)
-        self.model = model
-        self.gradients: dict[str, torch.Tensor] = {}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for name, parameter in self.model.named_parameters():
-            assert isinstance(parameter.grad, DTensor), name
-            self.gradients[name] = parameter.grad.full_tensor().clone()
 
 
 def _colocated(topology: Topology, *, layouts: Mapping[str, ParallelConfig] | None = None) -> ColocatedModel:

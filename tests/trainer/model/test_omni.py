@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.dropout import _DropoutNd
 
 from tests.support.ranks import run_ranks
 from trainer.config import LlmConfig, ModelConfig
@@ -183,3 +184,16 @@ def test_a_few_steps_bring_the_loss_down_and_reach_every_parameter() -> None:
         optimizer.step()
     assert losses[0] == pytest.approx(np.log(264), rel=0.1)
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_gradients_are_the_same_bits_again_whatever_the_random_state() -> None:
+    model = build_model(ModelConfig(size="tiny")).train()
+    found = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        model.zero_grad()
+        torch.autograd.backward(_loss(model))
+        found.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+    dropouts = [name for name, part in model.named_modules() if isinstance(part, _DropoutNd)]
+    assert dropouts == []

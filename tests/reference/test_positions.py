@@ -1,0 +1,53 @@
+"""M-RoPE positions of any sample, made by the loader, are those that the reference makes: exactly."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from loaders.positions import sample_positions, seconds_per_temporal_patch
+from omni_pipeline.core.sample import Modality, Sample
+from tests.support.reference_library import transformers
+from tests.support.reference_thinker import CONFIG, reference_config, reference_inputs
+from tests.support.strategies import make_sample, media_segment, samples, text_segment
+from trainer.config import ModelConfig
+
+
+@functools.cache
+def _reference() -> Any:
+    with torch.device("meta"):
+        return transformers.Qwen2_5OmniThinkerForConditionalGeneration(reference_config(CONFIG))
+
+
+def _check(sample: Sample, *, fps: float) -> None:
+    data = CONFIG.model_dump()
+    data["sizes"]["vision"]["video_fps"] = fps
+    config = ModelConfig.model_validate(data)
+    vision = config.sizes.vision
+    ours = sample_positions(
+        sample, merge=vision.merge, seconds_per_temporal_patch=seconds_per_temporal_patch(vision)
+    )
+    inputs = reference_inputs(sample, config)
+    seconds = inputs.pop("video_second_per_grid", None)
+    frames = [segment.grid[0] for segment in sample.segments if segment.modality is Modality.AUDIO]
+    theirs, _ = _reference().get_rope_index(
+        **inputs, second_per_grids=seconds, audio_seqlens=torch.tensor(frames)
+    )
+    np.testing.assert_array_equal(ours, theirs[:, 0].numpy())
+
+
+@given(sample=samples(), fps=st.sampled_from([0.3, 0.7, 1.0, 1.9, 2.0, 3.0, 24.0, 29.97, 60.0]))
+def test_positions_of_any_sample_are_those_of_the_reference(sample: Sample, fps: float) -> None:
+    _check(sample, fps=fps)
+
+
+@pytest.mark.parametrize("fps", [1.3, 2.0, 23.976])
+def test_long_videos_truncate_times_like_the_reference(fps: float) -> None:
+    sample = make_sample([text_segment(3), media_segment(Modality.VIDEO, (700, 2, 4)), text_segment(2)])
+    _check(sample, fps=fps)

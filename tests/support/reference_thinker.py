@@ -1,0 +1,339 @@
+"""The library's thinker and ours with the same random weights, and samples run through both.
+
+Ours runs as in training: plan, arrays and positions made by the loader's own functions, one pack. The
+reference gets one sample alone, as token ids and grids; it makes its own positions and its own loss.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from loaders.assemble import ModelInputs, Piece, assemble_microbatch, pieces_of, sample_tokens, segment_of
+from loaders.decode.text import ByteTokenizer
+from loaders.positions import seconds_per_temporal_patch
+from omni_pipeline.core.batch import Batch
+from omni_pipeline.core.plan import Pack
+from omni_pipeline.core.sample import Modality, Sample
+from omni_pipeline.core.seeding import generator
+from omni_pipeline.core.topology import Topology
+from tests.support import parity
+from tests.support.reference_library import transformers
+from trainer.config import ModelConfig
+from trainer.model.omni import OmniModel, build_model
+from trainer.reshard import reshard
+from trainer.weights.names import THINKER_IN_MEMORY, from_reference
+
+SPECIAL = ByteTokenizer.special
+NUM_BYTES = 256
+# More layers than the tiny model has, and full attention in the middle: an order can be seen.
+CONFIG = ModelConfig.model_validate(
+    {
+        "size": "tiny",
+        "vision": {"layers": 3, "full_attention_layers": [1]},
+        "audio": {"chunk": 20},
+        "llm": {"layers": 3, "rope_theta": 1e6},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The two models, with equal weights."""
+
+    config: ModelConfig
+    ours: OmniModel
+    theirs: Any
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the weights."""
+        return next(self.ours.parameters()).dtype
+
+
+def make_pair(config: ModelConfig = CONFIG, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Pair:
+    """Return both models with the same weights, every one of them random, so that none can hide."""
+    theirs = transformers.Qwen2_5OmniThinkerForConditionalGeneration(reference_config(config)).to(dtype)
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            parameter.copy_(_random_weight(name, parameter, random))
+    ours = build_model(config).to(dtype)
+    ours.load_state_dict(_under_our_names(dict(theirs.state_dict()), ours, config))
+    return Pair(config, ours, theirs)
+
+
+def reference_config(config: ModelConfig) -> Any:
+    """Return the reference's settings for a model of these sizes and the byte tokenizer."""
+    vision, audio, llm, sizes = config.vision, config.audio, config.llm, config.sizes
+    return transformers.Qwen2_5OmniThinkerConfig(
+        vision_config={
+            "depth": vision.layers,
+            "hidden_size": vision.hidden,
+            "intermediate_size": vision.intermediate,
+            "num_heads": vision.heads,
+            "patch_size": sizes.vision.patch,
+            "spatial_merge_size": sizes.vision.merge,
+            "temporal_patch_size": sizes.vision.temporal_patch,
+            "window_size": vision.window,
+            "fullatt_block_indexes": list(vision.full_attention_layers),
+            "out_hidden_size": llm.hidden,
+            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
+        },
+        audio_config={
+            "num_mel_bins": sizes.audio.num_mels,
+            "encoder_layers": audio.layers,
+            "encoder_attention_heads": audio.heads,
+            "encoder_ffn_dim": audio.intermediate,
+            "d_model": audio.hidden,
+            "n_window": audio.chunk // 2,
+            "output_dim": llm.hidden,
+        },
+        text_config={
+            "vocab_size": llm.vocab_size,
+            "hidden_size": llm.hidden,
+            "intermediate_size": llm.intermediate,
+            "num_hidden_layers": llm.layers,
+            "num_attention_heads": llm.heads,
+            "num_key_value_heads": llm.kv_heads,
+            "rms_norm_eps": llm.norm_eps,
+            "tie_word_embeddings": llm.tied_head,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": llm.rope_theta,
+                "mrope_section": list(llm.rope_sections),
+            },
+        },
+        tie_word_embeddings=llm.tied_head,
+        image_token_index=SPECIAL.image,
+        video_token_index=SPECIAL.video,
+        audio_token_index=SPECIAL.audio,
+        audio_start_token_id=SPECIAL.audio_start,
+        audio_end_token_id=SPECIAL.audio_end,
+        vision_start_token_id=SPECIAL.vision_start,
+        vision_end_token_id=SPECIAL.vision_end,
+    )
+
+
+def assert_equal(actual: Tensor, expected: Tensor, *, what: str = "") -> None:
+    """Check with the default bounds of ``assert_close``, after both are divided by the largest entry.
+
+    So the absolute bound (1e-5 in float32) is one on tensors of any size, and small ones are not let through.
+    """
+    scale = expected.abs().max().clamp(min=torch.finfo(expected.dtype).tiny)
+    torch.testing.assert_close(actual / scale, expected / scale, msg=lambda text: f"{what}: {text}")
+
+
+def assert_gradients_equal(pair: Pair, *, parts: Sequence[str] = ("encoders.", "llm.")) -> None:
+    """Check the gradient of every parameter under ``parts``, and that each has one that is not zero."""
+    theirs = dict(pair.theirs.named_parameters())
+    expected = _under_our_names(
+        {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in theirs.items()},
+        pair.ours,
+        pair.config,
+    )
+    checked = [name for name in expected if name.startswith(tuple(parts))]
+    assert checked, parts
+    for name, parameter in pair.ours.named_parameters():
+        if name in checked:
+            assert parameter.grad is not None, name
+            assert expected[name].any(), name
+            assert_equal(parameter.grad, expected[name], what=name)
+
+
+def head_weight(model: OmniModel) -> Tensor:
+    """Return the weight [vocabulary, width] that makes logits."""
+    head = model.llm.embed_tokens if model.llm.lm_head is None else model.llm.lm_head
+    weight: Tensor = head.weight
+    return weight
+
+
+def zero_gradients(pair: Pair) -> None:
+    """Forget the gradients of both."""
+    pair.ours.zero_grad()
+    pair.theirs.zero_grad()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a model made of samples.
+
+    Args:
+        logits: [tokens, vocabulary] of each sample.
+        loss: Cross entropy, the mean over the labels of all samples.
+        sounds: [mel frames, mels] of the recordings, leaves of the graph.
+    """
+
+    logits: list[Tensor]
+    loss: Tensor
+    sounds: list[Tensor]
+
+    @property
+    def sound_gradient(self) -> Tensor:
+        """[mel frames, mels] of all recordings."""
+        return torch.cat([one.grad for one in self.sounds if one.grad is not None])
+
+
+def run_ours(pair: Pair, samples: Sequence[Sample]) -> Ran:
+    """Run the samples in one pack, as one rank does."""
+    (microbatch,) = make_batch([samples], config=pair.config).microbatches
+    encoders, inputs = pair.ours.encoders, microbatch.inputs
+    sounds = torch.from_numpy(inputs["audio"].values).to(pair.dtype).requires_grad_()
+    pictures = torch.from_numpy(inputs["vision"].values)
+    rows = [
+        encoders["vision"](pictures, inputs["vision"].grids),
+        encoders["audio"](sounds, inputs["audio"].grids),
+    ]
+    # On one rank the plan has no hop, and no process group is asked for.
+    media_rows, media_positions = reshard(torch.cat(rows), microbatch.reshard, groups={})
+    out = pair.ours.llm(
+        torch.from_numpy(microbatch.tokens),
+        torch.from_numpy(microbatch.positions),
+        microbatch.cu_seqlens,
+        media_rows,
+        media_positions,
+        torch.from_numpy(microbatch.labels),
+    )
+    logits = F.linear(out.hidden, head_weight(pair.ours))
+    num_labels = sum(sample.num_labels for sample in samples)
+    cut = [logits[span.start : span.end] for span in microbatch.spans]
+    return Ran(cut, out.loss_sum / num_labels, [sounds])
+
+
+def run_theirs(pair: Pair, samples: Sequence[Sample]) -> Ran:
+    """Run the samples one by one; losses are added, weighted by their labels."""
+    ran = [_run_alone(pair, sample) for sample in samples]
+    num_labels = sum(sample.num_labels for sample in samples)
+    losses = [one.loss * sample.num_labels / num_labels for one, sample in zip(ran, samples, strict=True)]
+    return Ran(
+        [logits for one in ran for logits in one.logits],
+        torch.stack(losses).sum(),
+        [sounds for one in ran for sounds in one.sounds],
+    )
+
+
+def reference_inputs(sample: Sample, config: ModelConfig) -> dict[str, Tensor]:
+    """Return what the reference wants to know of a sample but its pixels and sounds."""
+    tokens, _ = sample_tokens(sample, texts_of(sample), special=SPECIAL)
+    found = {
+        "input_ids": torch.from_numpy(tokens)[None],
+        "attention_mask": torch.ones(1, len(tokens), dtype=torch.int64),
+    }
+    for modality, name in ((Modality.IMAGE, "image_grid_thw"), (Modality.VIDEO, "video_grid_thw")):
+        if grids := [segment.grid for segment in sample.segments if segment.modality is modality]:
+            found[name] = torch.tensor(grids)
+    if "video_grid_thw" in found:
+        seconds = seconds_per_temporal_patch(config.sizes.vision)
+        found["video_second_per_grid"] = torch.full((len(found["video_grid_thw"]),), seconds)
+    return found
+
+
+def _run_alone(pair: Pair, sample: Sample) -> Ran:
+    inputs = reference_inputs(sample, pair.config)
+    for modality, name in ((Modality.IMAGE, "pixel_values"), (Modality.VIDEO, "pixel_values_videos")):
+        if patches := _values_of(sample, modality):
+            inputs[name] = torch.cat([pixels_of(one) for one in patches]).to(pair.dtype)
+    frames = [torch.from_numpy(one) for one in _values_of(sample, Modality.AUDIO)]
+    leaves = []
+    if frames:
+        sounds = torch.cat(frames).to(pair.dtype).requires_grad_()
+        leaves.append(sounds)
+        lengths = [len(one) for one in frames]
+        padded = nn.utils.rnn.pad_sequence(list(sounds.split(lengths)), batch_first=True)
+        inputs["input_features"] = padded.transpose(1, 2)
+        inputs["feature_attention_mask"] = (
+            torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+        ).long()
+    _, labels = sample_tokens(sample, texts_of(sample), special=SPECIAL)
+    # It shifts labels by itself: its label of a position is the token there.
+    out = pair.theirs(**inputs, labels=torch.from_numpy(labels).roll(1)[None])
+    return Ran([out.logits[0]], out.loss, leaves)
+
+
+def pixels_of(patches: npt.NDArray[np.uint8]) -> Tensor:
+    """Return uint8 patches [P, V] as the reference's image processor gives them: float64 [P, V]."""
+    mean, std = (
+        torch.tensor(values, dtype=torch.float64)[:, None]
+        for values in (transformers.image_utils.OPENAI_CLIP_MEAN, transformers.image_utils.OPENAI_CLIP_STD)
+    )
+    channels = torch.from_numpy(patches).double().reshape(len(patches), len(mean), -1)
+    return ((channels / 255 - mean) / std).flatten(1)
+
+
+def texts_of(sample: Sample) -> dict[int, npt.NDArray[np.int64]]:
+    """Return random bytes for each text of a sample, by segment."""
+    return {
+        index: _bytes_of(sample, index)
+        for index, segment in enumerate(sample.segments)
+        if segment.modality is Modality.TEXT
+    }
+
+
+def make_batch(contents: Sequence[Sequence[Sample]], *, config: ModelConfig) -> Batch:
+    """Return the batch of a single rank: one microbatch for each of ``contents``, a pack."""
+    packs = [Pack(lane, 0, tuple(samples)) for lane, samples in enumerate(contents)]
+    planner = parity.make_planner(Topology(world_size=1), num_packs=len(packs), balance=False)
+    plan = planner.plan(packs, step=0, group=0)
+    inputs = ModelInputs(config.sizes, SPECIAL, parity.INPUTS.encoders)
+    microbatches = []
+    for index in range(plan.num_microbatches):
+        arrays: dict[Piece, npt.NDArray[Any]] = {}
+        for piece in pieces_of(plan, microbatch=index, rank=0, replica=0, with_text=True, model=inputs):
+            sample, segment = segment_of(plan, piece)
+            values = _media_of if segment.is_media else _bytes_of
+            arrays[piece] = values(sample, piece.segment)
+        microbatches.append(
+            assemble_microbatch(
+                plan,
+                planner.reshard(plan, microbatch=index, rank=0),
+                microbatch=index,
+                rank=0,
+                replica=0,
+                arrays=arrays,
+                failed=frozenset(),
+                model=inputs,
+            )
+        )
+    return Batch(plan, tuple(microbatches), failed=frozenset(), state={}, num_bytes=0, timings={})
+
+
+def _values_of(sample: Sample, modality: Modality) -> list[npt.NDArray[Any]]:
+    return [
+        _media_of(sample, index)
+        for index, segment in enumerate(sample.segments)
+        if segment.modality is modality
+    ]
+
+
+def _media_of(sample: Sample, segment_index: int) -> npt.NDArray[Any]:
+    return parity.media_content(sample, segment_index).values
+
+
+def _bytes_of(sample: Sample, segment_index: int) -> npt.NDArray[np.int64]:
+    random = generator(7, "reference text", sample.id.row, segment_index)
+    return random.integers(0, NUM_BYTES, sample.segments[segment_index].num_tokens)
+
+
+def _random_weight(name: str, parameter: Tensor, random: torch.Generator) -> Tensor:
+    """Return weights of a lively network: neither its matrices nor its biases and norms can be left out."""
+    normal = torch.randn(parameter.shape, generator=random, dtype=torch.float64)
+    if name.endswith("bias"):
+        return 0.2 * normal
+    if parameter.ndim == 1:
+        return 1 + 0.2 * normal
+    return normal / math.sqrt(math.prod(parameter.shape[1:]))
+
+
+def _under_our_names(
+    tensors: Mapping[str, Tensor], ours: OmniModel, config: ModelConfig
+) -> dict[str, Tensor]:
+    shapes = {name: tuple(parameter.shape) for name, parameter in ours.named_parameters()}
+    return from_reference(tensors, shapes=shapes, layout=THINKER_IN_MEMORY, config=config)
