@@ -1,9 +1,10 @@
 """One optimizer step, and one evaluation step, of all ranks together.
 
 The loss is one sum over the labels of the global batch divided by one global count, so where a sample runs
-cannot change it. Every rank enters the same collectives in the same order whatever its data: agreement, then
-per microbatch encoders, one exchange and the LLM, forward and backward, then one gathering of losses and
-norms. Decisions (skip, fail, clip) come from gathered values, so they are the same on every rank.
+cannot change it, nor what is added to it (``trainer.objective``). Every rank enters the same collectives in
+the same order whatever its data: agreement, then per microbatch encoders, one exchange and the LLM, forward
+and backward, then one gathering of losses and norms. Decisions (skip, fail, clip) come from gathered values,
+so they are the same on every rank.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from trainer.agreement import Requests, agree, global_sums, raise_together, unit
 from trainer.batches import batch_problem, idle_batch, rows_by_plan
 from trainer.colocation import ColocatedModel
 from trainer.culprits import Rerun, find_culprits
+from trainer.expert_numbers import ExpertNumbers, expert_numbers
 from trainer.measure import StageClock
 from trainer.model.llm import LlmOutput
+from trainer.objective import Counts, Objective, Sums
 from trainer.optimizer import clip_gradients, local_square_sum
 from trainer.reshard import reshard
 from trainer.stage_times import ENCODER, EXCHANGE, LLM, StageTimes
@@ -40,6 +43,7 @@ class Learner:
         learning_rate_at: Learning rate by step.
         grad_clip: Largest global gradient norm.
         settings: Digests of the settings that must be equal on all ranks, by section.
+        objective: What is minimised.
     """
 
     model: ColocatedModel
@@ -47,6 +51,7 @@ class Learner:
     learning_rate_at: Callable[[int], float]
     grad_clip: float
     settings: Mapping[str, str]
+    objective: Objective = field(default_factory=Objective)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class StepResult:
     Args:
         step: Its number.
         ended: The data ended before this step, nothing was done.
-        loss: Mean over the labels of the global batch; NaN if skipped.
+        loss: Cross entropy, mean over the labels of the global batch; NaN if skipped.
         grad_norm: Global norm before clipping; NaN if skipped.
         lr: Learning rate used.
         num_tokens: Sequence positions of the global batch that hold a token of a sample.
@@ -67,6 +72,7 @@ class StepResult:
         requests: Wishes of all ranks.
         timings: Seconds of the step's parts: ``agree_s``, ``compute_s``, ``optimizer_s``.
         stages: Seconds of what ``compute_s`` holds, by stage and microbatch; nothing if skipped.
+        experts: How evenly they were used; None without experts, or if skipped.
     """
 
     step: int
@@ -82,6 +88,7 @@ class StepResult:
     requests: Requests
     timings: Mapping[str, float]
     stages: StageTimes = field(default_factory=StageTimes)
+    experts: ExpertNumbers | None = None
 
 
 @dataclass(frozen=True)
@@ -93,6 +100,7 @@ class PreparedStep:
         failed: Failed samples of the group.
         num_labels: Labels without those of failed samples.
         num_tokens: Sequence positions that hold a token of a sample.
+        num_sound_tokens: Those of samples that have not failed.
         num_failed: Failed samples.
         requests: Wishes of all ranks.
     """
@@ -101,8 +109,14 @@ class PreparedStep:
     failed: frozenset[SampleId]
     num_labels: int
     num_tokens: int
+    num_sound_tokens: int
     num_failed: int
     requests: Requests
+
+    @property
+    def counts(self) -> Counts:
+        """What the objective divides its sums by."""
+        return Counts(self.num_labels, self.num_sound_tokens)
 
 
 def train_step(
@@ -139,10 +153,11 @@ def train_step(
     if prepared.batch is None or prepared.num_labels == 0:
         return _result_without_update(prepared, step=step, timings=clock.laps)
     stages = StageClock(model.groups.device)
-    loss_sums = [
-        _forward_backward(model, microbatch, prepared, stages) for microbatch in prepared.batch.microbatches
+    sums = [
+        _forward_backward(learner, microbatch, prepared, stages) for microbatch in prepared.batch.microbatches
     ]
-    loss_sum, grad_norm = _gather_and_check(model, loss_sums, prepared, step=step)
+    loss_sum, grad_norm = _gather_and_check(learner, [item.loss for item in sums], prepared, step=step)
+    experts = expert_numbers(sums, num_tokens=prepared.num_sound_tokens)
     clock.lap("compute_s")
     lr = learner.learning_rate_at(step)
     clip_gradients(model.module.parameters(), norm=grad_norm, limit=learner.grad_clip)
@@ -165,6 +180,7 @@ def train_step(
         requests=prepared.requests,
         timings=clock.laps,
         stages=stages.times(),
+        experts=experts,
     )
 
 
@@ -183,7 +199,7 @@ def run_microbatch(
         model: Encoders and LLM.
         microbatch: Of this rank.
         num_rows: Embedding rows that its encoders must make.
-        failed: Samples without loss.
+        failed: Samples without loss, of any kind.
         with_losses: Return the loss at each position, and no gradient.
         stages: Times the stages of this microbatch, and of its backward.
     """
@@ -202,6 +218,7 @@ def run_microbatch(
         media_rows,
         media_positions,
         torch.from_numpy(microbatch.labels_without(failed)).to(device, non_blocking=True),
+        spans=microbatch.spans_without(failed),
         with_losses=with_losses,
     )
     stages.mark(LLM)
@@ -234,14 +251,15 @@ def prepare_step(
         end=end,
     )
     if agreement.num_microbatches == 0:
-        return PreparedStep(None, frozenset(), 0, 0, 0, agreement.requests)
+        return PreparedStep(None, frozenset(), 0, 0, 0, 0, agreement.requests)
     failed = unite_failed(batch, groups)
     microbatches = () if batch is None else batch.microbatches
     spans = [span for microbatch in microbatches for span in microbatch.spans]
-    num_labels, num_tokens, num_failed = global_sums(
+    num_labels, num_tokens, num_sound_tokens, num_failed = global_sums(
         [
             sum(int((item.labels_without(failed) != IGNORE_LABEL).sum()) for item in microbatches),
             sum(span.end - span.start for span in spans),
+            sum(span.end - span.start for span in spans if span.id not in failed),
             sum(span.id in failed for span in spans),
         ]
     )
@@ -249,24 +267,27 @@ def prepare_step(
         batch = idle_batch(
             step=step, num_microbatches=agreement.num_microbatches, anchors=model.anchors, groups=groups
         )
-    return PreparedStep(batch, failed, num_labels, num_tokens, num_failed, agreement.requests)
+    return PreparedStep(
+        batch, failed, num_labels, num_tokens, num_sound_tokens, num_failed, agreement.requests
+    )
 
 
 def _forward_backward(
-    model: ColocatedModel, microbatch: MicroBatch, prepared: PreparedStep, stages: StageClock
-) -> Tensor:
-    """Add the gradients of one microbatch; return its summed loss, on the device."""
+    learner: Learner, microbatch: MicroBatch, prepared: PreparedStep, stages: StageClock
+) -> Sums:
+    """Add the gradients of one microbatch; return its sums, on the device."""
     assert prepared.batch is not None, "agreed steps have a batch"
+    model = learner.model
     num_rows = rows_by_plan(prepared.batch.plan, microbatch.index, rank=model.groups.rank)
     output = run_microbatch(model, microbatch, num_rows=num_rows, failed=prepared.failed, stages=stages)
     model.begin_backward(is_last=microbatch is prepared.batch.microbatches[-1])
-    torch.autograd.backward(output.loss_sum / prepared.num_labels)
+    torch.autograd.backward(learner.objective.part(output, prepared.counts))
     stages.end()
-    return output.loss_sum.detach()
+    return Sums.of(output)
 
 
 def _gather_and_check(
-    model: ColocatedModel, loss_sums: list[Tensor], prepared: PreparedStep, *, step: int
+    learner: Learner, loss_sums: list[Tensor], prepared: PreparedStep, *, step: int
 ) -> tuple[float, float]:
     """Return the global loss sum and gradient norm; the one place where the host waits for the device.
 
@@ -276,7 +297,7 @@ def _gather_and_check(
         RankError: One of them is not finite; names the step and the samples, on all ranks.
     """
     assert prepared.batch is not None, "agreed steps have a batch"
-    groups = model.groups
+    model, groups = learner.model, learner.model.groups
     squares = local_square_sum(model.module.parameters(), world_size=groups.topology.world_size)
     own = torch.stack([squares, *(loss.double().cpu() for loss in loss_sums)])
     gathered = [torch.empty_like(own) for _ in range(groups.topology.world_size)]
@@ -285,7 +306,7 @@ def _gather_and_check(
     grad_square = sum(row[0] for row in rows)
     loss_sum = sum(loss for row in rows for loss in row[1:])
     if not math.isfinite(grad_square) or not math.isfinite(loss_sum):
-        culprits = find_culprits(prepared.batch, _rerun(model, prepared), failed=prepared.failed)
+        culprits = find_culprits(prepared.batch, _rerun(learner, prepared), failed=prepared.failed)
         what = f"step {step}: loss sum is {loss_sum}, squared gradient norm is {grad_square}"
         fix = (
             "look at these samples (`omni plan --rebuild` gives their arrays) and deny them; if all are at "
@@ -295,10 +316,10 @@ def _gather_and_check(
     return loss_sum, math.sqrt(grad_square)
 
 
-def _rerun(model: ColocatedModel, prepared: PreparedStep) -> Rerun:
+def _rerun(learner: Learner, prepared: PreparedStep) -> Rerun:
     """Return how microbatches of this step run again, without any effect on the weights."""
     assert prepared.batch is not None, "agreed steps have a batch"
-    batch, plan = prepared.batch, prepared.batch.plan
+    model, batch, plan = learner.model, prepared.batch, prepared.batch.plan
     parameters = list(model.module.parameters())
 
     def losses(microbatch: MicroBatch, failed: frozenset[SampleId]) -> Tensor:
@@ -314,7 +335,10 @@ def _rerun(model: ColocatedModel, prepared: PreparedStep) -> Rerun:
             parameter.grad = None
         alone = replace(batch, microbatches=(microbatch,))
         _forward_backward(
-            model, microbatch, replace(prepared, batch=alone, failed=failed), StageClock(model.groups.device)
+            learner,
+            microbatch,
+            replace(prepared, batch=alone, failed=failed),
+            StageClock(model.groups.device),
         )
         return local_square_sum(parameters, world_size=model.groups.topology.world_size)
 

@@ -206,6 +206,9 @@ class StepRecorder:
         }
         if not result.skipped:
             found |= {"trainer/loss": result.loss, "trainer/grad_norm": result.grad_norm}
+        if result.experts is not None:
+            found["trainer/balance_loss"] = result.experts.balance_loss
+            found["trainer/expert_imbalance"] = result.experts.imbalance
         for part in PARTS:
             mean = reduced[f"{part}_mean"] / world_size
             found[f"balancer/{part}_mean_s"] = mean

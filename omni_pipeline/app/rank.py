@@ -58,6 +58,7 @@ from trainer.colocation import colocate
 from trainer.evaluation import evaluate
 from trainer.loop import LoopSettings, TrainEnd, train
 from trainer.model.omni import build_model
+from trainer.objective import Objective
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel.mesh import backend_for, make_rank_groups, pick_device
 from trainer.step import Learner
@@ -166,6 +167,7 @@ class RankRun:
             ),
             grad_clip=config.optimizer.grad_clip,
             settings=self.digests,
+            objective=Objective.of(config.model),
         )
         self.checkpointer = Checkpointer(
             self.folder.checkpoints,

@@ -124,6 +124,11 @@ class MicroBatch:
                 labels[span.start : span.end] = IGNORE_LABEL
         return labels
 
+    def spans_without(self, failed: frozenset[SampleId]) -> npt.NDArray[np.int64]:
+        """Return int64 [samples, 2]: start and end of all samples but the ``failed``."""
+        spans = [(span.start, span.end) for span in self.spans if span.id not in failed]
+        return np.array(spans, dtype=np.int64).reshape(-1, 2)
+
 
 @dataclass(frozen=True)
 class Batch:

@@ -136,20 +136,35 @@ def build_batch(
 
 @dataclass(frozen=True)
 class Reference:
-    """Loss (mean over labels), gradient norm and gradients of a step."""
+    """Loss (mean over labels), gradient norm and gradients of a step; of experts, how they were used."""
 
     loss: float
     grad_norm: float
     gradients: dict[str, torch.Tensor]
     num_labels: int
+    balance_loss: float
+    expert_counts: torch.Tensor
 
 
 def reference_step(
-    model: OmniModel, packs: Sequence[Pack], *, failed: frozenset[SampleId] = frozenset()
+    model: OmniModel,
+    packs: Sequence[Pack],
+    *,
+    failed: frozenset[SampleId] = frozenset(),
+    balance_loss: float = 0.0,
 ) -> Reference:
-    """Return loss and gradients of one plain process; ``model`` keeps no gradient."""
+    """Return loss and gradients of one plain process; ``model`` keeps no gradient.
+
+    Args:
+        model: Without sharding.
+        packs: Of all ranks.
+        failed: Samples without loss.
+        balance_loss: Weight of the load-balancing loss of a model with experts.
+    """
     dtype = next(model.parameters()).dtype
-    loss_sum = torch.zeros((), dtype=dtype)
+    loss_sum, balance_sum = torch.zeros(2, dtype=dtype)
+    expert_counts = torch.zeros((), dtype=dtype)
+    num_tokens = 0
     num_labels = 0
     for pack in packs:
         content = pack_content(pack)
@@ -166,16 +181,28 @@ def reference_step(
             rows,
             positions,
             torch.from_numpy(labels),
+            spans=np.array([(span.start, span.end) for span in content.spans if span.id not in failed]),
         )
         loss_sum = loss_sum + output.loss_sum
-    torch.autograd.backward(loss_sum / num_labels)
+        if output.balance_sum is not None:
+            balance_sum = balance_sum + output.balance_sum
+            expert_counts = expert_counts + output.expert_counts
+        num_tokens += sum(span.end - span.start for span in content.spans if span.id not in failed)
+    torch.autograd.backward(loss_sum / num_labels + balance_loss * balance_sum / num_tokens)
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
     }
     model.zero_grad()
     norm = torch.stack([gradient.double().square().sum() for gradient in gradients.values()]).sum().sqrt()
-    return Reference(float(loss_sum.detach()) / num_labels, float(norm), gradients, num_labels)
+    return Reference(
+        float(loss_sum.detach()) / num_labels,
+        float(norm),
+        gradients,
+        num_labels,
+        float(balance_sum.detach()) / num_tokens,
+        expert_counts,
+    )
 
 
 def _cost_model() -> CostModel:

@@ -1,0 +1,68 @@
+"""What a step minimises: the one place where its terms are added.
+
+Each term is a sum over the global batch divided by a count of the global batch, and a rank adds its
+microbatches' part of it. So no placement, packing or order of samples can change it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from trainer.config import ModelConfig
+from trainer.model.llm import LlmOutput
+
+
+class Sums(NamedTuple):
+    """What stays of a microbatch after its backward, on the device; see ``LlmOutput``."""
+
+    loss: Tensor
+    balance: Tensor | None
+    expert_counts: Tensor | None
+
+    @classmethod
+    def of(cls, output: LlmOutput) -> Sums:
+        """Return the sums of a forward, off the graph."""
+        balance = None if output.balance_sum is None else output.balance_sum.detach()
+        return cls(output.loss_sum.detach(), balance, output.expert_counts)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What the sums are divided by: counts of the global batch, at least 1.
+
+    Args:
+        num_labels: Labels.
+        num_tokens: Tokens of the samples that have not failed, with or without a label.
+    """
+
+    num_labels: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Cross entropy, mean over labels, and what is added to it.
+
+    Args:
+        balance_loss: Weight of the load-balancing loss, mean over tokens of that of their sample. Tokens, not
+            labels: routers see every token, and the weight then means what it means for one sequence of the
+            reference, however many of its tokens have a label.
+    """
+
+    balance_loss: float = 0.0
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Objective:
+        """Return what the settings of a model say."""
+        experts = config.llm.experts
+        return cls(balance_loss=0.0 if experts is None else experts.balance_loss)
+
+    def part(self, output: LlmOutput, counts: Counts) -> Tensor:
+        """Return what one microbatch adds to the objective: a scalar on the graph."""
+        total = output.loss_sum / counts.num_labels
+        if output.balance_sum is not None:
+            total = total + self.balance_loss * output.balance_sum / counts.num_tokens
+        return total
