@@ -21,7 +21,7 @@ class TransformerShape:
     Args:
         hidden: Width of the residual stream.
         layers: Transformer layers.
-        ffn: Width of the feed-forward layer; with experts, that of all experts active for one position.
+        ffn: Width of the feed-forward layer, where it is not experts.
         heads: Query heads.
         kv_heads: Key and value heads.
         head_dim: Width of a head.
@@ -35,6 +35,10 @@ class TransformerShape:
         positions_per_row: Positions that make one embedding row.
         window: Side of an attention window in positions, along rows and columns of a frame; 0 is full.
         full_attention_layers: Layers that see the whole frame although ``window`` is set.
+        sparse_layers: Layers with experts in place of the feed-forward layer.
+        num_experts: Of a sparse layer.
+        active_experts: Of these, those that one position passes.
+        expert_ffn: Width of an expert, which is a feed-forward layer.
     """
 
     hidden: int
@@ -51,13 +55,33 @@ class TransformerShape:
     positions_per_row: int = 1
     window: int = 0
     full_attention_layers: int = 0
+    sparse_layers: int = 0
+    num_experts: int = 0
+    active_experts: int = 0
+    expert_ffn: int = 0
 
     @property
     def matrix_values(self) -> int:
         """Numbers in the matrices that every position passes: all layers and the first one."""
+        return self._matrix_values(self.active_experts)
+
+    @property
+    def all_matrix_values(self) -> int:
+        """As ``matrix_values``, with the experts that a position does not pass."""
+        return self._matrix_values(self.num_experts)
+
+    @property
+    def dense_layers(self) -> int:
+        """Layers without experts."""
+        return self.layers - self.sparse_layers
+
+    def _matrix_values(self, experts: int) -> int:
         projections = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
-        feed_forward = (3 if self.gated else 2) * self.hidden * self.ffn
-        return self.layers * (projections + feed_forward) + self.input_dim * self.hidden
+        per_width = (3 if self.gated else 2) * self.hidden
+        router = self.hidden * self.num_experts
+        feed_forward = self.dense_layers * per_width * self.ffn
+        feed_forward += self.sparse_layers * (router + experts * per_width * self.expert_ffn)
+        return self.layers * projections + feed_forward + self.input_dim * self.hidden
 
     @property
     def output_values(self) -> int:

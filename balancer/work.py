@@ -122,8 +122,8 @@ def sequence_flops(shape: TransformerShape, num_tokens: int) -> int:
 
 
 def weight_values(shape: TransformerShape) -> int:
-    """Return the numbers of all matrices, which a forward reads once."""
-    return shape.matrix_values + shape.output_values
+    """Return the numbers of all matrices, which a forward reads once: some position passes each expert."""
+    return shape.all_matrix_values + shape.output_values
 
 
 def activation_values(shape: TransformerShape, *, num_positions: int, num_rows: int, recompute: bool) -> int:
@@ -134,8 +134,16 @@ def activation_values(shape: TransformerShape, *, num_positions: int, num_rows: 
     """
     heads = shape.head_dim * (2 * shape.heads + 2 * shape.kv_heads)  # queries, keys, values, and the output
     # Twice the stream and its norm; log-sum-exp of each head, float32; gate, up and their product.
-    layer = 4 * shape.hidden + heads + 2 * shape.heads + (3 if shape.gated else 2) * shape.ffn
-    layers = shape.layers * shape.hidden + layer if recompute else shape.layers * layer
+    attention = 4 * shape.hidden + heads + 2 * shape.heads
+    inner = 3 if shape.gated else 2
+    dense = attention + inner * shape.ffn
+    # Every active expert keeps its input and output too; the probabilities of the router are float32.
+    expert = 2 * shape.hidden + inner * shape.expert_ffn
+    sparse = attention + shape.active_experts * expert + 2 * shape.num_experts
+    if recompute:
+        layers = shape.layers * shape.hidden + (max(dense, sparse) if shape.sparse_layers else dense)
+    else:
+        layers = shape.dense_layers * dense + shape.sparse_layers * sparse
     output = sum(shape.output_widths[:-1])
     return (layers + shape.input_dim) * num_positions + output * num_rows
 
@@ -149,15 +157,32 @@ class _Values:
 @functools.lru_cache(maxsize=64)
 def _values_per_position(shape: TransformerShape) -> _Values:
     """Numbers read and written per position by matrix products, and by all that lies between them."""
-    hidden, ffn = shape.hidden, shape.ffn
+    hidden = shape.hidden
     query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     attention = 3 * hidden + (query + 2 * key) + (query + hidden)
-    feed_forward = (2 if shape.gated else 1) * (hidden + ffn) + (ffn + hidden)
-    # Two norms (in, out), two residual sums (two in, one out), rotary of queries and keys, the activation.
-    activation = (3 if shape.gated else 2) * ffn
-    elementwise = 4 * hidden + 6 * hidden + 2 * (query + key) + activation
     first = shape.input_dim + hidden
-    return _Values(shape.layers * (attention + feed_forward) + first, shape.layers * elementwise)
+    dense, expert = _feed_forward(shape, shape.ffn), _feed_forward(shape, shape.expert_ffn)
+    active = shape.active_experts
+    router = _Values(hidden + shape.num_experts, 3 * shape.num_experts)
+    # Rows go to their experts and come back (in, out), and are added up.
+    moved = (2 + 2 + 1) * active * hidden + hidden
+    # Two norms (in, out), two residual sums (two in, one out), rotary of queries and keys.
+    elementwise = 4 * hidden + 6 * hidden + 2 * (query + key)
+    return _Values(
+        shape.layers * attention
+        + shape.dense_layers * dense.linear
+        + shape.sparse_layers * (router.linear + active * expert.linear)
+        + first,
+        shape.layers * elementwise
+        + shape.dense_layers * dense.elementwise
+        + shape.sparse_layers * (router.elementwise + active * expert.elementwise + moved),
+    )
+
+
+def _feed_forward(shape: TransformerShape, ffn: int) -> _Values:
+    """Numbers read and written by the products of a feed-forward layer, and by its activation."""
+    products = (2 if shape.gated else 1) * (shape.hidden + ffn) + (ffn + shape.hidden)
+    return _Values(products, (3 if shape.gated else 2) * ffn)
 
 
 def _attention(shape: TransformerShape, layers: int, pairs: int, positions: int) -> Part:

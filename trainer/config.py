@@ -97,7 +97,7 @@ class LlmConfig(SizedPart):
 
     presets = LLM_PRESETS
 
-    size: Literal["12b", "70b", "175b"] | None = Field(
+    size: Literal["12b", "30b-a3b", "70b", "175b"] | None = Field(
         None, description="Preset of this part alone; default: that of model.size."
     )
     layers: int = Field(28, ge=1, description="Transformer blocks.")

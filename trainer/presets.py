@@ -118,9 +118,21 @@ VISION_PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Widths and depths of LLaMA-13B and LLaMA-2-70B (Touvron et al. 2023) and of GPT-3 (Brown et al. 2020).
+# Widths and depths of LLaMA-13B and LLaMA-2-70B (Touvron et al. 2023) and of GPT-3 (Brown et al. 2020);
+# Qwen3-30B-A3B as published, its experts the defaults of ``ExpertsConfig``.
 LLM_PRESETS: dict[str, dict[str, Any]] = {
     "12b": {"layers": 40, "hidden": 5120, "intermediate": 12800, "heads": 40, "kv_heads": 8},
+    "30b-a3b": {
+        "layers": 48,
+        "hidden": 2048,
+        "intermediate": 6144,
+        "heads": 32,
+        "kv_heads": 4,
+        "vocab_size": 151_936,
+        "attention_bias": False,
+        "qk_norm": True,
+        "experts": {},
+    },
     "70b": {"layers": 80, "hidden": 8192, "intermediate": 28672, "heads": 64, "kv_heads": 8},
     "175b": {"layers": 96, "hidden": 12288, "intermediate": 39424, "heads": 96, "kv_heads": 8},
 }

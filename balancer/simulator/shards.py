@@ -14,6 +14,7 @@ from balancer.hardware import HardwareProfile
 from balancer.shapes import TransformerShape
 from balancer.simulator.network import gather_s, reduce_all_s, spread_of
 from balancer.simulator.setup import Setup
+from balancer.work import weight_values
 
 GATHERED_BYTES = 2
 GRADIENT_BYTES = 4
@@ -67,12 +68,9 @@ class Shards:
 
 
 def num_values(shape: TransformerShape, *, is_llm: bool) -> int:
-    """Return the parameters of a model, all experts' but those that are not active left out.
-
-    An LLM has a table of its vocabulary beside its head.
-    """
+    """Return the parameters of a model, those of all experts; an LLM has a table beside its head."""
     table = shape.output_widths[0] * shape.output_widths[-1] if is_llm and shape.output_widths else 0
-    return shape.matrix_values + shape.output_values + table
+    return weight_values(shape) + table
 
 
 def encoder_values(setup: Setup) -> int:

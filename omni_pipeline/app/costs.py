@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from balancer.cost import LLM, CostModel
@@ -54,8 +55,8 @@ def encoder_shapes(model: ModelConfig) -> dict[str, TransformerShape]:
 
 def llm_shape(model: ModelConfig) -> TransformerShape:
     """Return the sizes of a model's LLM, its head included."""
-    llm = model.llm
-    return TransformerShape(
+    llm, experts = model.llm, model.llm.experts
+    shape = TransformerShape(
         hidden=llm.hidden,
         layers=llm.layers,
         ffn=llm.intermediate,
@@ -64,6 +65,15 @@ def llm_shape(model: ModelConfig) -> TransformerShape:
         head_dim=llm.head_dim,
         causal=True,
         output_widths=(llm.hidden, llm.vocab_size),
+    )
+    if experts is None:
+        return shape
+    return replace(
+        shape,
+        sparse_layers=len(llm.sparse_layers),
+        num_experts=experts.count,
+        active_experts=experts.top_k,
+        expert_ffn=experts.intermediate,
     )
 
 

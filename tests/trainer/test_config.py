@@ -42,6 +42,7 @@ def test_published_sizes_have_the_published_number_of_parameters(size: str, coun
         ("vision", "2.4b", 2.4),
         ("vision", "10b", 10.0),
         ("llm", "12b", 12.0),
+        ("llm", "30b-a3b", 30.5),
         ("llm", "70b", 70.0),
         ("llm", "175b", 175.0),
     ],
@@ -49,6 +50,13 @@ def test_published_sizes_have_the_published_number_of_parameters(size: str, coun
 def test_sizes_of_a_part_have_the_parameters_of_their_name(part: str, size: str, billions: float) -> None:
     config = ModelConfig.model_validate({"size": "demo", part: {"size": size}})
     assert parameter_counts(config)[part] == pytest.approx(billions * 1e9, rel=0.02)
+
+
+def test_the_published_experts_have_the_published_number_of_parameters() -> None:
+    """Sums by hand from the widths of Qwen3-30B-A3B; its card says 30.5 and 3.3 billion."""
+    config = ModelConfig.model_validate({"llm": {"size": "30b-a3b"}})
+    assert parameter_counts(config)["llm"] == 30_532_122_624
+    assert parameter_counts(config, active=True)["llm"] == 3_353_032_704
 
 
 def test_every_size_of_a_part_has_a_preset() -> None:
@@ -105,7 +113,7 @@ def test_validation_does_not_change_the_presets() -> None:
     [
         (
             {"llm": {"size": "13b"}},
-            "setting 'model.llm.size': Input should be '12b', '70b' or '175b', got '13b'",
+            "setting 'model.llm.size': Input should be '12b', '30b-a3b', '70b' or '175b', got '13b'",
         ),
         ({"llm": {"layer": 3}}, "unknown setting 'model.llm.layer'; did you mean 'layers'?"),
         (

@@ -14,6 +14,7 @@ from tests.support import parity
 from tests.support.ranks import run_ranks
 from tests.trainer.test_step_causes import UnitCosts
 from trainer.agreement import Requests
+from trainer.expert_numbers import ExpertNumbers
 from trainer.parallel.mesh import make_rank_groups, pick_device
 from trainer.stage_times import ENCODER, EXCHANGE, LLM, StageTimes
 from trainer.step import StepResult
@@ -71,6 +72,8 @@ def _record(rank: int, kind: str) -> Told:
     batch = None if kind == "one has ended" and rank == 1 else batch_of(rank)
     stages = StageTimes() if kind in ("skipped", "not measured") else stages_of(rank)
     result = result_of(stages, skipped=kind == "skipped")
+    if kind == "experts":
+        result = replace(result, experts=ExpertNumbers(balance_loss=2.5, imbalance=1.25))
     recorder.record(result, batch, times=StepTimes(wait_s=0.5 * rank, step_s=7.0 + rank))
     return {name: values[3] for name, values in metrics.values.items()}, told
 
@@ -96,6 +99,13 @@ def test_stages_are_means_over_ranks_and_the_measured_imbalance_is_of_own_work()
     assert values["balancer/encoder_mean_s"] == 0.5
     assert values["balancer/encoder_imbalance_after"] == 6.0
     assert "trainer/flops" not in values
+    assert not [name for name in values if "balance_loss" in name or "expert" in name]
+
+
+def test_the_use_of_experts_is_recorded_beside_the_loss() -> None:
+    values, _ = record("experts")
+    names = "trainer/loss", "trainer/balance_loss", "trainer/expert_imbalance"
+    assert [values[name] for name in names] == [1.0, 2.5, 1.25]
 
 
 def test_the_cause_is_told_with_samples_of_another_group() -> None:
