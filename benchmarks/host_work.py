@@ -95,7 +95,7 @@ def _measure(repeats: int, num_packs: int) -> dict[str, Any]:
 def _learner(model: ColocatedModel) -> Learner:
     return Learner(
         model=model,
-        optimizer=build_optimizer(model.parts, OptimizerConfig()),
+        optimizer=build_optimizer(model.parameters_by_part, OptimizerConfig()),
         learning_rate_at=lambda step: 1e-5,
         grad_clip=1.0,
         settings={},
@@ -103,7 +103,7 @@ def _learner(model: ColocatedModel) -> Learner:
 
 
 def _optimizer_steps(model: ColocatedModel) -> dict[str, Callable[[], object]]:
-    fused = build_optimizer(model.parts, OptimizerConfig())
+    fused = build_optimizer(model.parameters_by_part, OptimizerConfig())
     default = torch.optim.AdamW([{"params": group["params"]} for group in fused.param_groups])
     for parameter in model.module.parameters():
         parameter.grad = torch.zeros_like(parameter)

@@ -264,7 +264,7 @@ def _learner(config: RunConfig, topology: Topology, reshard: Reshard) -> Learner
     model = colocate(built, groups=groups, parallel=parallel, precision="fp32")
     return Learner(
         model=model,
-        optimizer=build_optimizer(model.parts, OptimizerConfig()),
+        optimizer=build_optimizer(model.parameters_by_part, OptimizerConfig()),
         learning_rate_at=lambda step: 0.0,
         grad_clip=1.0,
         settings={},

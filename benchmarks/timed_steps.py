@@ -115,7 +115,7 @@ def _learner() -> Learner:
     model = colocate(build_model(MODEL, seed=1), groups=groups, parallel=_parallel(), precision="fp32")
     return Learner(
         model=model,
-        optimizer=build_optimizer(model.parts, OptimizerConfig()),
+        optimizer=build_optimizer(model.parameters_by_part, OptimizerConfig()),
         # The weights stay, so that variants can be seen to have the same loss; the work is the same.
         learning_rate_at=lambda step: 0.0,
         grad_clip=1.0,

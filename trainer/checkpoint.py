@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -113,7 +114,13 @@ class Checkpointer:
         path = path_of(self.folder, progress.num_steps)
         draft = self.folder / f"{TEMPORARY_PREFIX}{path.name}"
         _on_first_rank(lambda: _start_draft(self.folder, draft), what=f"cannot start {draft}")
-        tensors = {**self._tensors(), "rng": _rng_of_rank(dist.get_rank())}
+        model, optimizer = self._model_and_optimizer()
+        # No hyperparameters: a run takes them from its run file.
+        tensors = {
+            "model": model,
+            "optimizer": {"state": optimizer["state"]},
+            "rng": _rng_of_rank(dist.get_rank()),
+        }
         try:
             save_tensors(tensors, storage_writer=FileSystemWriter(draft / TENSORS_NAME))
         except CheckpointException as error:
@@ -134,7 +141,9 @@ class Checkpointer:
     def load(self, path: Path) -> Restored:
         """Put weights, optimizer and RNG of the checkpoint ``path`` in place.
 
-        A rank that did not exist when it was saved keeps its RNG state.
+        A rank that did not exist when it was saved keeps its RNG state. Parameters that were frozen when it
+        was saved, and are trained here, begin with no optimizer state, which is logged; hyperparameters are
+        those of this run.
 
         Raises:
             StateMismatchError: ``path`` is not a complete checkpoint, or one of another model.
@@ -149,8 +158,17 @@ class Checkpointer:
         reader = FileSystemReader(path / TENSORS_NAME)
         rng = _rng_of_rank(dist.get_rank())
         saved = reader.read_metadata().state_dict_metadata
-        tensors = self._tensors()
-        wanted = {**tensors, "rng": {key: value for key, value in rng.items() if f"rng.{key}" in saved}}
+        model, optimizer = self._model_and_optimizer()
+        trained = {
+            name: state
+            for name, state in optimizer["state"].items()
+            if all(f"optimizer.state.{name}.{key}" in saved for key in state)
+        }
+        wanted = {
+            "model": model,
+            "optimizer": {"state": trained},
+            "rng": {key: value for key, value in rng.items() if f"rng.{key}" in saved},
+        }
         try:
             load_tensors(wanted, storage_reader=reader)
         except CheckpointException as error:
@@ -159,15 +177,29 @@ class Checkpointer:
                 fix="remove that folder: the run continues from the checkpoint before it",
             ) from error
         set_model_state_dict(self.module, wanted["model"])
-        set_optimizer_state_dict(self.module, self.optimizer, wanted["optimizer"])
+        set_optimizer_state_dict(
+            self.module,
+            self.optimizer,
+            {**optimizer, "state": trained},
+            options=StateDictOptions(strict=False),  # without it each of them must have a state
+        )
+        _tell_fresh(sorted(optimizer["state"].keys() - trained.keys()), path)
         _restore_rng(wanted["rng"], dist.get_rank())
         return Restored(progress=Progress(**state["progress"]), loader_state=read_loader_state(path))
 
-    def _tensors(self) -> dict[str, Any]:
-        return {
-            "model": get_model_state_dict(self.module),
-            "optimizer": get_optimizer_state_dict(self.module, self.optimizer),
-        }
+    def _model_and_optimizer(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        optimizer: dict[str, Any] = get_optimizer_state_dict(self.module, self.optimizer)
+        return get_model_state_dict(self.module), optimizer
+
+
+def _tell_fresh(names: list[str], path: Path) -> None:
+    if names and dist.get_rank() == 0:
+        logger.info(
+            "%s parameters were not trained when %s was saved, their optimizer state starts fresh: %s, ...",
+            len(names),
+            path,
+            names[0],
+        )
 
 
 def _start_draft(folder: Path, draft: Path) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 
 from omni_pipeline.core.batch import EncoderInput, MicroBatch
 from omni_pipeline.core.errors import ConfigError, PlanError
@@ -28,8 +27,9 @@ from omni_pipeline.core.sizes import MEL_FRAMES_PER_ROW
 from trainer.model.omni import OmniModel
 from trainer.parallel.config import ParallelConfig, Precision
 from trainer.parallel.mesh import RankGroups, make_module_mesh
-from trainer.parallel.sharding import begin_backward, shard_module
+from trainer.parallel.sharding import begin_backward, end_without_backward, shard_module
 from trainer.parallel.ulysses import Sharing
+from trainer.parts import is_frozen, split_projector
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class EncoderAnchor:
             segment may be cut there into shares; by default nowhere.
         num_heads: Attention heads, spread over the ranks that share a joined segment; 0: the encoder cannot
             join shares. One that can takes a ``Sharing`` as its third argument where there are any.
+        projector: Names of its children that turn its output into rows of the LLM: a part of its own in
+            training options, ``<name>_projector``.
     """
 
     name: str
@@ -56,6 +58,7 @@ class EncoderAnchor:
     values_dtype: str
     rows_alone: Callable[[tuple[int, int, int]], int] | None = None
     num_heads: int = 0
+    projector: tuple[str, ...] = ()
 
     def encode(self, inputs: EncoderInput, *, groups: RankGroups) -> Tensor:
         """Return the rows [R, E] of all segments and shares of ``inputs``, in plan order.
@@ -137,6 +140,11 @@ class ColocatedModel:
         """The separately sharded modules by name."""
         return {**{anchor.name: anchor.module for anchor in self.anchors}, "llm": self.llm}
 
+    @property
+    def parameters_by_part(self) -> dict[str, list[nn.Parameter]]:
+        """The parameters of each part that training options name."""
+        return parameters_by_part(self.anchors, self.llm)
+
     def encode(self, microbatch: MicroBatch, *, num_rows: int) -> Tensor:
         """Run every encoder, with or without input, and return all rows [R, E], by encoder.
 
@@ -159,13 +167,25 @@ class ColocatedModel:
     def begin_backward(self, *, is_last: bool) -> None:
         """Prepare the next backward; ``is_last`` is that of the step's last microbatch."""
         for name, module in self.parts.items():
-            begin_backward(module, self.parallel[name], is_last=is_last)
+            # A frozen LLM still has one: gradients pass through it to the encoders.
+            if name != "llm" and is_frozen(module):
+                if is_last:
+                    end_without_backward(module)
+            else:
+                begin_backward(module, self.parallel[name], is_last=is_last)
 
     def release(self) -> None:
         """Free gathered parameters, which a forward without backward leaves in place."""
         for module in self.parts.values():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+            end_without_backward(module)
+
+
+def parameters_by_part(anchors: Sequence[EncoderAnchor], llm: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """Return the parameters of each part that training options name: encoders, projectors, then ``llm``."""
+    parts: dict[str, list[nn.Parameter]] = {}
+    for anchor in anchors:
+        parts |= split_projector(anchor.name, anchor.module, projector=anchor.projector)
+    return {**parts, "llm": list(llm.parameters())}
 
 
 def omni_anchors(model: OmniModel) -> tuple[EncoderAnchor, ...]:
@@ -183,6 +203,7 @@ def omni_anchors(model: OmniModel) -> tuple[EncoderAnchor, ...]:
             values_dtype="uint8",
             rows_alone=lambda grid: grid[1] * grid[2] // config.sizes.vision.merge**2,
             num_heads=config.vision.heads,
+            projector=("merger",),
         ),
         EncoderAnchor(
             "audio",
@@ -191,6 +212,7 @@ def omni_anchors(model: OmniModel) -> tuple[EncoderAnchor, ...]:
             values_width=config.sizes.audio.num_mels,
             values_dtype="float32",
             rows_alone=lambda grid: rows_of_chunks,
+            projector=("ln_post", "proj"),
         ),
     )
 

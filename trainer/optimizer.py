@@ -1,8 +1,9 @@
 """AdamW over modules on different meshes: its groups, its schedule, one global gradient norm.
 
 Encoders and LLM may be sharded over different meshes, and torch's ``clip_grad_norm_`` and its batched
-updates refuse tensors of mixed meshes. So parameters are grouped by module, and the norm is one sum over
-ranks in which every copy of a shard counts by its share.
+updates refuse tensors of mixed meshes. So parameters are grouped by part of the model (each lies on one
+mesh), which also have learning rates of their own, and the norm is one sum over ranks in which every copy of
+a shard counts by its share.
 """
 
 from __future__ import annotations
@@ -17,23 +18,48 @@ from torch.distributed.tensor import DTensor, Replicate
 from trainer.optimizer_config import OptimizerConfig
 
 
-def build_optimizer(modules: Mapping[str, nn.Module], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Return AdamW over the trainable parameters of ``modules``, two groups each: with decay and without.
+def build_optimizer(
+    parts: Mapping[str, Iterable[nn.Parameter]], config: OptimizerConfig
+) -> torch.optim.AdamW:
+    """Return AdamW over the trained parameters of ``parts``, two groups each: with decay and without.
 
-    Norms and biases are the parameters of fewer than two dims. Groups depend on names and shapes only, so a
-    checkpoint fits at any world size and sharding.
+    Norms and biases are the parameters of fewer than two dims; the embedding table decays like any matrix
+    (as in Megatron-LM and nanoGPT).
     """
     groups = []
-    for module in modules.values():
-        trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for name, parameters in parts.items():
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
         for weight_decay, members in (
-            (config.weight_decay, [parameter for parameter in trainable if parameter.dim() >= 2]),
-            (0.0, [parameter for parameter in trainable if parameter.dim() < 2]),
+            (config.decay_of(name), [parameter for parameter in trained if parameter.dim() >= 2]),
+            (0.0, [parameter for parameter in trained if parameter.dim() < 2]),
         ):
             if members:
-                groups.append({"params": members, "weight_decay": weight_decay})
+                groups.append(
+                    {
+                        "params": members,
+                        "weight_decay": weight_decay,
+                        "part": name,
+                        "lr_ratio": config.lr_ratio(name),
+                    }
+                )
     # Fused: the default walks over DTensors one by one, some six times slower (benchmarks/host_work.py).
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> dict[str, float]:
+    """Set the learning rate of every group; return those of the parts that have one of their own.
+
+    Args:
+        optimizer: From ``build_optimizer``, or any other, whose groups all get ``lr``.
+        lr: Learning rate of the step for parts without one of their own.
+    """
+    own = {}
+    for group in optimizer.param_groups:
+        ratio = group.get("lr_ratio", 1.0)
+        group["lr"] = lr * ratio
+        if ratio != 1.0:
+            own[group["part"]] = group["lr"]
+    return own
 
 
 def learning_rate(step: int, *, config: OptimizerConfig, num_steps: int) -> float:

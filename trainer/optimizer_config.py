@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from trainer.parts_config import PART_NAMES, PartName
+
+
+class PartOptimizerConfig(BaseModel):
+    """What one part of the model has of its own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    lr: float | None = Field(
+        None, gt=0, description="Peak learning rate of this part, same schedule; unset: optimizer.lr."
+    )
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay of this part; unset: optimizer.weight_decay."
+    )
 
 
 class OptimizerConfig(BaseModel):
@@ -25,3 +42,33 @@ class OptimizerConfig(BaseModel):
     grad_clip: float = Field(
         1.0, gt=0, description="Largest global gradient norm; larger ones are scaled down."
     )
+    freeze: tuple[PartName, ...] = Field(
+        (),
+        description="Parts that are not trained: no gradient of theirs is computed. May change between "
+        "starts of a run.",
+    )
+    parts: dict[PartName, PartOptimizerConfig] = Field(
+        default_factory=dict, description="What parts have of their own; names as in optimizer.freeze."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if set(self.freeze) == set(PART_NAMES):
+            raise ValueError("freeze names every part of the model, so there is nothing to train")
+        for name in self.parts:
+            if name in self.freeze:
+                raise ValueError(f"parts.{name} is set, but freeze names {name!r}")
+        return self
+
+    def lr_ratio(self, part: str) -> float:
+        """Return the learning rate of a part (or of any other name: 1) as a multiple of ``lr``."""
+        own = self._own(part).lr
+        return 1.0 if own is None else own / self.lr
+
+    def decay_of(self, part: str) -> float:
+        """Return the weight decay of a part's matrices."""
+        own = self._own(part).weight_decay
+        return self.weight_decay if own is None else own
+
+    def _own(self, part: str) -> PartOptimizerConfig:
+        return next((own for name, own in self.parts.items() if name == part), PartOptimizerConfig())

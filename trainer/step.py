@@ -28,7 +28,7 @@ from trainer.expert_numbers import ExpertNumbers, expert_numbers
 from trainer.measure import StageClock
 from trainer.model.llm import LlmOutput
 from trainer.objective import Counts, Objective, Sums
-from trainer.optimizer import clip_gradients, local_square_sum
+from trainer.optimizer import clip_gradients, local_square_sum, set_learning_rate
 from trainer.reshard import reshard
 from trainer.stage_times import ENCODER, EXCHANGE, LLM, StageTimes
 
@@ -73,6 +73,7 @@ class StepResult:
         timings: Seconds of the step's parts: ``agree_s``, ``compute_s``, ``optimizer_s``.
         stages: Seconds of what ``compute_s`` holds, by stage and microbatch; nothing if skipped.
         experts: How evenly they were used; None without experts, or if skipped.
+        part_lrs: Learning rates of parts that have one of their own; nothing if skipped.
     """
 
     step: int
@@ -89,6 +90,7 @@ class StepResult:
     timings: Mapping[str, float]
     stages: StageTimes = field(default_factory=StageTimes)
     experts: ExpertNumbers | None = None
+    part_lrs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -161,8 +163,7 @@ def train_step(
     clock.lap("compute_s")
     lr = learner.learning_rate_at(step)
     clip_gradients(model.module.parameters(), norm=grad_norm, limit=learner.grad_clip)
-    for group in learner.optimizer.param_groups:
-        group["lr"] = lr
+    part_lrs = set_learning_rate(learner.optimizer, lr)
     learner.optimizer.step()
     learner.optimizer.zero_grad()
     clock.lap("optimizer_s")
@@ -181,6 +182,7 @@ def train_step(
         timings=clock.laps,
         stages=stages.times(),
         experts=experts,
+        part_lrs=part_lrs,
     )
 
 

@@ -192,6 +192,7 @@ class StepRecorder:
         num_positions = reduced["num_positions"]
         found = {
             "trainer/lr": result.lr,
+            **{f"trainer/lr/{part}": lr for part, lr in result.part_lrs.items()},
             "trainer/tokens": result.num_tokens,
             "trainer/labels": result.num_labels,
             "trainer/num_ranks": world_size,

@@ -54,13 +54,15 @@ from omni_pipeline.core.plan import StepPlan
 from trainer.agreement import all_or_none, compare_settings
 from trainer.checkpoint import Checkpointer, Progress
 from trainer.checkpoint_files import is_complete, latest
-from trainer.colocation import colocate
+from trainer.colocation import colocate, omni_anchors, parameters_by_part
 from trainer.evaluation import evaluate
 from trainer.loop import LoopSettings, TrainEnd, train
+from trainer.model.blocks import recompute_blocks
 from trainer.model.omni import build_model
 from trainer.objective import Objective
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel.mesh import backend_for, make_rank_groups, pick_device
+from trainer.parts import freeze
 from trainer.step import Learner
 from trainer.step_numbers import StepWatcher
 
@@ -152,8 +154,13 @@ class RankRun:
         """Build and shard the model and its optimizer; a collective of all ranks."""
         config = self.config
         parts = {"llm": config.llm, **{name: config.encoder(name) for name in ("vision", "audio")}}
+        model = build_model(config.model, device="meta")
+        freeze(parameters_by_part(omni_anchors(model), model.llm), config.optimizer.freeze)
+        for name, part in parts.items():
+            if part.recompute:
+                recompute_blocks(model.llm if name == "llm" else model.encoders[name])
         self.model = colocate(
-            build_model(config.model, device="meta"),
+            model,
             groups=make_rank_groups(self.topology, device=self.device),
             parallel={name: part.parallel for name, part in parts.items()},
             precision=config.run.precision,
@@ -161,7 +168,7 @@ class RankRun:
         )
         self.learner = Learner(
             model=self.model,
-            optimizer=build_optimizer(self.model.parts, config.optimizer),
+            optimizer=build_optimizer(self.model.parameters_by_part, config.optimizer),
             learning_rate_at=lambda step: learning_rate(
                 step, config=config.optimizer, num_steps=config.run.steps
             ),

@@ -47,6 +47,11 @@ class PartSection(Section):
     """Settings of the LLM or of one encoder."""
 
     parallel: ParallelConfig = Field(default_factory=ParallelConfig, description="Its own parallelism.")
+    recompute: bool = Field(
+        False,
+        description="Keep only the input of each block and run it again in the backward: less memory, "
+        "a third more operations.",
+    )
 
 
 class EvaluationSection(Section):
@@ -71,9 +76,9 @@ class RunConfig(Section):
     order: OrderConfig = Field(description="Lanes, packs, look-ahead.")
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="Text to tokens.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Encoders and LLM.")
-    llm: PartSection = Field(default_factory=PartSection, description="Parallelism of the LLM.")
+    llm: PartSection = Field(default_factory=PartSection, description="How the LLM runs.")
     encoders: dict[Literal["vision", "audio"], PartSection] = Field(
-        default_factory=dict, description="Parallelism of each encoder."
+        default_factory=dict, description="How each encoder runs."
     )
     balance: BalanceConfig = Field(default_factory=BalanceConfig, description="Grouped reordering.")
     loader: LoaderConfig = Field(default_factory=LoaderConfig, description="Fetching and decoding.")

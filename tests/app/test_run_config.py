@@ -80,3 +80,33 @@ def test_weights_of_sources_and_groups_take_all_forms_and_survive_a_round_trip()
 )
 def test_a_wrong_setting_of_the_mixture_is_named(data: dict[str, Any], what: str) -> None:
     assert problem(data) == what
+
+
+ENCODERS = ["vision", "vision_projector", "audio", "audio_projector"]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "what"),
+    [
+        (
+            {"freeze": ["ears"]},
+            "setting 'optimizer.freeze.0': Input should be 'vision', 'vision_projector', 'audio', "
+            "'audio_projector' or 'llm', got 'ears'",
+        ),
+        (
+            {"parts": {"ears": {"lr": 1e-5}}},
+            "setting 'optimizer.parts.ears': Input should be 'vision', 'vision_projector', 'audio', "
+            "'audio_projector' or 'llm', got 'ears'",
+        ),
+        (
+            {"freeze": [*ENCODERS, "llm"]},
+            "setting 'optimizer': freeze names every part of the model, so there is nothing to train",
+        ),
+        (
+            {"freeze": ["audio"], "parts": {"audio": {"lr": 1e-5}}},
+            "setting 'optimizer': parts.audio is set, but freeze names 'audio'",
+        ),
+    ],
+)
+def test_a_wrong_setting_of_parts_is_named(optimizer: dict[str, Any], what: str) -> None:
+    assert problem(run_file({}, optimizer=optimizer)) == what

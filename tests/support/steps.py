@@ -19,7 +19,7 @@ from trainer.step import Learner, StepResult, train_step
 
 
 class Recorder(torch.optim.SGD):
-    """Keeps the gradients of a step and changes nothing."""
+    """Keeps the gradients of a step, which every trained parameter has, and changes nothing."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__(model.parameters(), lr=0.0)
@@ -28,6 +28,9 @@ class Recorder(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                assert parameter.grad is None, name
+                continue
             assert isinstance(parameter.grad, DTensor), name
             self.gradients[name] = parameter.grad.full_tensor().clone()
 

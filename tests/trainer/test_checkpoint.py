@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trainer.optimizer import build_optimizer
 from trainer.optimizer_config import OptimizerConfig
 from trainer.parallel.mesh import make_module_mesh
 from trainer.parallel.sharding import shard_module
+from trainer.parts import freeze
 
 _PUBLISH = "_publish"
 Values = dict[str, torch.Tensor]
@@ -34,13 +36,17 @@ class Pair(nn.Module):
         self.llm = nn.Linear(3, 7)
 
 
-def _checkpointer(folder: Path, *, dp_shard: int = -1, keep: int = 2, seed: int = 0) -> Checkpointer:
+def _checkpointer(
+    folder: Path, *, dp_shard: int = -1, keep: int = 2, seed: int = 0, frozen: str = ""
+) -> Checkpointer:
     torch.manual_seed(seed)
     module = Pair()
+    freeze({name: part.parameters() for name, part in module.named_children()}, {frozen})
     for part, degree in ((module.encoder, dp_shard), (module.llm, -1)):
         mesh = make_module_mesh(device=torch.device("cpu"), dp_shard=degree, setting="x")
         shard_module(part, mesh=mesh, precision="fp32")
-    optimizer = build_optimizer({"encoder": module.encoder, "llm": module.llm}, OptimizerConfig(lr=0.1))
+    parts = {name: list(part.parameters()) for name, part in module.named_children()}
+    optimizer = build_optimizer(parts, OptimizerConfig(lr=0.1))
     return Checkpointer(folder, module=module, optimizer=optimizer, keep=keep, identity={"layers": 2})
 
 
@@ -153,6 +159,66 @@ def test_a_damaged_checkpoint_is_not_the_latest(tmp_path: Path, damage: str) -> 
 def test_a_folder_without_checkpoints_has_no_latest(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     assert latest(tmp_path / "missing") is None
+
+
+def _freeze_others(rank: int, folder: Path) -> tuple[list[Values], dict[str, int], list[str]]:
+    """Train the LLM alone, save, and go on with the encoder alone, then with both.
+
+    Returns the weights when saved, when loaded and after one more step of the encoder; the steps that the
+    optimizer knows of each parameter when both are trained; and what was logged.
+    """
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("trainer.checkpoint").addHandler(handler)
+    logging.getLogger("trainer.checkpoint").setLevel(logging.INFO)
+    first = _checkpointer(folder, frozen="encoder")
+    _train(first, num_steps=2)
+    path = first.save(Progress(num_steps=2), {})
+    values = [_values(first)]
+    second = _checkpointer(folder, seed=5, frozen="llm")
+    second.load(path)
+    values.append(_values(second))
+    _train(second, num_steps=1)
+    values.append(_values(second))
+    both = _checkpointer(folder, seed=6)
+    both.load(path)
+    _train(both, num_steps=1)
+    steps = {
+        name: int(both.optimizer.state[parameter]["step"])
+        for name, parameter in both.module.named_parameters()
+    }
+    return values, steps, lines
+
+
+def test_other_parts_may_be_frozen_when_a_run_goes_on(tmp_path: Path) -> None:
+    (first, second) = run_ranks(2, _freeze_others, args=(tmp_path,))
+    (saved, loaded, later), steps, lines = first
+    torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    moved = {name for name, value in later.items() if not torch.equal(value, saved[name])}
+    assert moved == {"encoder.weight", "encoder.bias"}
+    # The encoder's first step is as the first of any run; the LLM goes on with what it has gathered.
+    assert steps == {"encoder.weight": 1, "encoder.bias": 1, "llm.weight": 3, "llm.bias": 3}
+    told = (
+        f"2 parameters were not trained when {tmp_path / 'step-00000002'} was saved, "
+        "their optimizer state starts fresh: encoder.bias, ..."
+    )
+    assert lines == [told, told]
+    assert second[2] == []
+
+
+def _other_settings(rank: int, folder: Path) -> list[float]:
+    checkpointer = _checkpointer(folder)
+    _train(checkpointer, num_steps=1)
+    path = checkpointer.save(Progress(num_steps=1), {})
+    for group in checkpointer.optimizer.param_groups:
+        group["weight_decay"] = 0.7
+    checkpointer.load(path)
+    return [group["weight_decay"] for group in checkpointer.optimizer.param_groups]
+
+
+def test_hyperparameters_are_those_of_the_run_and_not_of_its_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(1, _other_settings, args=(tmp_path,)) == [[0.7] * 4]
 
 
 def _misfit(rank: int, folder: Path) -> list[str]:

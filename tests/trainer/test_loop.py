@@ -100,7 +100,7 @@ def _parts(topology: Topology) -> tuple[ColocatedModel, Learner]:
     )
     learner = Learner(
         model=model,
-        optimizer=build_optimizer(model.parts, OPTIMIZER),
+        optimizer=build_optimizer(model.parameters_by_part, OPTIMIZER),
         learning_rate_at=lambda step: learning_rate(step, config=OPTIMIZER, num_steps=NUM_STEPS),
         grad_clip=OPTIMIZER.grad_clip,
         settings=SETTINGS,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from tests.support.ranks import run_ranks
-from trainer.optimizer import build_optimizer, clip_gradients, learning_rate, local_square_sum
+from trainer.colocation import omni_anchors, parameters_by_part
+from trainer.config import ModelConfig
+from trainer.model.omni import build_model
+from trainer.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    learning_rate,
+    local_square_sum,
+    set_learning_rate,
+)
 from trainer.optimizer_config import OptimizerConfig
 from trainer.parallel.mesh import make_module_mesh
 from trainer.parallel.sharding import shard_module
@@ -37,11 +48,62 @@ def test_without_warm_up_the_first_step_has_the_full_rate() -> None:
 def test_norms_biases_and_frozen_parameters_do_not_decay() -> None:
     module = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3), nn.Embedding(4, 3))
     module[2].weight.requires_grad_(False)
-    groups = build_optimizer({"one": module, "two": nn.Linear(1, 1, bias=False)}, CONFIG).param_groups
-    assert [(group["weight_decay"], len(group["params"])) for group in groups] == [
-        (0.3, 1),
-        (0.0, 3),
-        (0.3, 1),
+    parts = {"one": module.parameters(), "two": nn.Linear(1, 1, bias=False).parameters()}
+    groups = build_optimizer(parts, CONFIG).param_groups
+    assert [(group["part"], group["weight_decay"], len(group["params"])) for group in groups] == [
+        ("one", 0.3, 1),
+        ("one", 0.0, 3),
+        ("two", 0.3, 1),
+    ]
+
+
+def _model_optimizer(
+    config: OptimizerConfig, **model: Any
+) -> tuple[torch.optim.AdamW, dict[nn.Parameter, str]]:
+    built = build_model(ModelConfig.model_validate({"size": "tiny", **model}))
+    names = {parameter: name for name, parameter in built.named_parameters()}
+    return build_optimizer(parameters_by_part(omni_anchors(built), built.llm), config), names
+
+
+def test_of_the_model_all_matrices_decay_and_no_norm_and_no_bias() -> None:
+    optimizer, names = _model_optimizer(CONFIG, llm={"tied_head": True})
+    decays = {
+        names[parameter]: group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert decays.keys() == set(names.values())
+    without = {name for name, decay in decays.items() if decay == 0.0}
+    norms = re.compile(r"norm|ln_post|ln_q")
+    assert without == {name for name in decays if name.endswith(".bias") or norms.search(name)}
+    assert decays["llm.embed_tokens.weight"] == 0.3
+    assert decays["encoders.audio.conv1.weight"] == 0.3
+
+
+def test_parts_have_learning_rates_and_decay_of_their_own_on_the_same_schedule() -> None:
+    config = OptimizerConfig.model_validate(
+        {
+            "lr": 0.1,
+            "weight_decay": 0.3,
+            "parts": {"vision": {"lr": 0.01}, "audio_projector": {"weight_decay": 0.5}, "llm": {"lr": 0.2}},
+        }
+    )
+    optimizer, names = _model_optimizer(config)
+    assert set_learning_rate(optimizer, 0.04) == {"vision": pytest.approx(0.004), "llm": pytest.approx(0.08)}
+    rates = {"vision": 0.004, "vision_projector": 0.04, "audio": 0.04, "audio_projector": 0.04, "llm": 0.08}
+    decays = dict.fromkeys(rates, 0.3) | {"audio_projector": 0.5}
+    for group in optimizer.param_groups:
+        assert group["lr"] == pytest.approx(rates[group["part"]])
+        assert group["weight_decay"] in (0.0, decays[group["part"]])
+    assert {group["part"] for group in optimizer.param_groups} == rates.keys()
+    (merger,) = [
+        group
+        for group in optimizer.param_groups
+        if group["part"] == "vision_projector" and group["weight_decay"]
+    ]
+    assert [names[parameter] for parameter in merger["params"]] == [
+        "encoders.vision.merger.mlp.0.weight",
+        "encoders.vision.merger.mlp.2.weight",
     ]
 
 

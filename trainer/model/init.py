@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from omni_pipeline.core.seeding import generator
 
 EMBEDDING_STD = 0.02
-WRAPPER_PREFIX = "_checkpoint_wrapped_module."
 EXPERTS = ".mlp.experts."
 RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
 
@@ -34,8 +33,7 @@ def init_weights(model: nn.Module, *, seed: int, num_layers: dict[str, int]) -> 
         seed: Of the run.
         num_layers: Blocks by the prefix of a parameter's name.
     """
-    for wrapped_name, parameter in model.named_parameters():
-        name = wrapped_name.replace(WRAPPER_PREFIX, "")
+    for name, parameter in model.named_parameters():
         prefix = next(prefix for prefix in num_layers if name.startswith(prefix))
         _fill(parameter, _first_value(name, parameter.shape, seed=seed, num_layers=num_layers[prefix]))
 

@@ -22,7 +22,8 @@ def shard_module(
 
     Parameters stay float32; with ``bf16`` they are gathered and computed with in bfloat16, and
     gradients are still summed in float32. All ranks of the mesh must call this, and enter the module the
-    same number of times per step, forward and backward, with or without data.
+    same number of times per step, forward and backward, with or without data. Frozen parameters (that ask
+    for no gradient) are gathered like the others, and there is no gradient of theirs to sum.
     """
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
@@ -48,6 +49,15 @@ def begin_backward(module: nn.Module, config: ParallelConfig, *, is_last: bool) 
         module.set_requires_gradient_sync(ends_something)
         module.set_reshard_after_backward(ends_something)
         module.set_is_last_backward(is_last)
+
+
+def end_without_backward(module: nn.Module) -> None:
+    """Free the gathered parameters of a sharded module that ran forward and gets no backward.
+
+    FSDP keeps the root's until one, and a growing list of what ran.
+    """
+    if isinstance(module, FSDPModule):
+        module.reset_iter_state()
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:

@@ -1,0 +1,205 @@
+"""Recomputation: the same bits from less memory, sharded and with joined shares too; and runs that repeat."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+from omni_pipeline.core.plan import Pack
+from omni_pipeline.core.topology import Topology
+from tests.support import parity
+from tests.support.ranks import run_ranks
+from tests.support.steps import Recorder
+from tests.trainer import test_long_media as long_media
+from trainer.checkpoint import TENSORS_NAME, Checkpointer, Progress
+from trainer.colocation import colocate
+from trainer.config import ModelConfig
+from trainer.model.blocks import recompute_blocks
+from trainer.model.omni import OmniModel, build_model
+from trainer.optimizer import build_optimizer
+from trainer.optimizer_config import OptimizerConfig
+from trainer.parallel.config import ParallelConfig
+from trainer.parallel.mesh import make_rank_groups, pick_device
+from trainer.step import Learner, train_step
+
+PARTS = "vision", "audio", "llm"
+
+
+def _module(model: OmniModel, part: str) -> torch.nn.Module:
+    return model.llm if part == "llm" else model.encoders[part]
+
+
+def _run_part(model: OmniModel, part: str) -> torch.Tensor:
+    """Return a scalar of one part that every weight of it changes."""
+    random = torch.Generator().manual_seed(0)
+    if part == "vision":
+        patches = torch.randint(0, 256, (88, 1176), dtype=torch.uint8, generator=random)
+        return model.encoders["vision"](patches, np.array([(1, 4, 6), (1, 8, 8)])).square().sum()
+    if part == "audio":
+        return (
+            model.encoders["audio"](torch.randn(90, 16, generator=random), np.array([(90, 1, 1)]))
+            .square()
+            .sum()
+        )
+    tokens = torch.randint(0, 264, (96,), generator=random)
+    positions = torch.arange(96).expand(3, -1)
+    rows = torch.zeros(0, model.config.llm.hidden)
+    places = torch.zeros(0, dtype=torch.int64)
+    return model.llm(tokens, positions, np.array([0, 40, 96]), rows, places, tokens.roll(-1)).loss_sum
+
+
+def _gradients_and_bytes(part: str, *, layers: int, recompute: bool) -> tuple[dict[str, torch.Tensor], int]:
+    """Return the gradients of a part, and the bytes that its forward keeps for the backward."""
+    vision: dict[str, Any] = {"layers": layers, "full_attention_layers": [0]}
+    config = {"size": "tiny", "vision": vision, "audio": {"layers": layers}, "llm": {"layers": layers}}
+    model = build_model(ModelConfig.model_validate(config), seed=3)
+    if recompute:
+        recompute_blocks(_module(model, part))
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = _run_part(model, part)
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return gradients, sum(kept.values())
+
+
+# Positions and width of what _run_part feeds to the blocks.
+BLOCK_INPUTS = {"vision": (88, 32), "audio": (45, 32), "llm": (96, 64)}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_recomputation_gives_the_same_bits_and_keeps_only_the_input_of_each_block(part: str) -> None:
+    plain, kept_plain = _gradients_and_bytes(part, layers=4, recompute=False)
+    again, kept = _gradients_and_bytes(part, layers=4, recompute=True)
+    assert plain.keys() == again.keys()
+    for name, gradient in plain.items():
+        assert torch.equal(gradient, again[name]), name
+    assert kept < 0.5 * kept_plain
+    _, kept_deep = _gradients_and_bytes(part, layers=8, recompute=True)
+    assert kept_deep - kept == 4 * 4 * math.prod(BLOCK_INPUTS[part])
+
+
+def _recomputed(model: OmniModel) -> OmniModel:
+    for part in PARTS:
+        recompute_blocks(_module(model, part))
+    return model
+
+
+def test_first_weights_and_names_are_those_without_recomputation() -> None:
+    plain = dict(build_model(parity.CONFIG, seed=3).named_parameters())
+    model = _recomputed(build_model(parity.CONFIG, device="meta")).to_empty(device="cpu")
+    model.init_weights(3)
+    found = dict(model.named_parameters())
+    assert list(found) == list(plain)
+    assert all(torch.equal(found[name], value) for name, value in plain.items())
+
+
+def _shared_step(
+    rank: int, world_size: int, scenario: str, layout: ParallelConfig
+) -> tuple[Any, dict[str, torch.Tensor], int]:
+    """Return a step with recomputation, its gradients, and how many all-to-alls it made."""
+    topology = Topology(world_size)
+    model = colocate(
+        _recomputed(build_model(parity.CONFIG, seed=3).double()),
+        groups=make_rank_groups(topology, device=pick_device()),
+        parallel=dict.fromkeys(PARTS, layout),
+        precision="fp32",
+    )
+    batch = long_media._batch(*long_media.SCENARIOS[world_size][scenario], topology)
+    recorder = Recorder(model.module)
+    counted = []
+    plain = dist.all_to_all_single
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        counted.append(arguments)
+        return plain(*arguments, **named)
+
+    dist.all_to_all_single = counting  # in this process of one rank only
+    learner = Learner(model, recorder, learning_rate_at=lambda step: 0.5, grad_clip=math.inf, settings={})
+    result = train_step(learner, batch, step=0)
+    return result, recorder.gradients, len(counted)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "scenario", "layout"),
+    [
+        (2, "all kinds, ranks in any order", ParallelConfig()),
+        (2, "all kinds, ranks in any order", ParallelConfig(reshard="step")),
+        (4, "two ranks without anything", ParallelConfig(dp_shard=2)),
+    ],
+)
+def test_a_recomputed_step_with_joined_shares_equals_one_plain_process(
+    world_size: int, scenario: str, layout: ParallelConfig
+) -> None:
+    by_rank = run_ranks(world_size, _shared_step, args=(world_size, scenario, layout))
+    result, gradients, _ = by_rank[0]
+    long_media._compare(result, gradients, long_media._reference(world_size, scenario), scenario)
+    # Rows there and back, and in every layer two exchanges, done three times: forward, again, and backward.
+    num_joined = 1 if world_size == 4 else 2
+    num_microbatches = num_joined
+    expected = 2 * num_microbatches + 3 * 2 * parity.CONFIG.vision.layers * num_joined
+    assert [number for _, _, number in by_rank] == [expected] * world_size
+
+
+def _train(rank: int, folder: Path) -> list[tuple[list[float], dict[str, torch.Tensor], set[str]]]:
+    """Train three steps, twice plainly and once with recomputation, whatever torch's own random state is."""
+    return [
+        _trained(folder / str(number), recompute=recompute, seed=number)
+        for number, recompute in enumerate((False, False, True))
+    ]
+
+
+def _trained(
+    folder: Path, *, recompute: bool, seed: int
+) -> tuple[list[float], dict[str, torch.Tensor], set[str]]:
+    """Return losses, final weights, and the names in a checkpoint of them."""
+    torch.manual_seed(seed)
+    built = build_model(parity.CONFIG, seed=3)
+    model = colocate(
+        _recomputed(built) if recompute else built,
+        groups=make_rank_groups(Topology(1), device=pick_device()),
+        parallel={},
+        precision="fp32",
+    )
+    optimizer = build_optimizer(model.parameters_by_part, OptimizerConfig())
+    learner = Learner(model, optimizer, learning_rate_at=lambda step: 1e-3, grad_clip=1.0, settings={})
+    packs = tuple(
+        Pack(lane, 0, (parity.mixed_sample(lane), parity.text_sample(9 + lane))) for lane in range(2)
+    )
+    planner = parity.make_planner(Topology(1), num_packs=2, balance=True)
+    losses = []
+    for step in range(3):
+        batch = parity.build_batch(planner.plan(packs, step=step, group=0), planner, rank=0)
+        losses.append(train_step(learner, batch, step=step).loss)
+    checkpointer = Checkpointer(folder, module=model.module, optimizer=optimizer, keep=1, identity={})
+    path = checkpointer.save(Progress(num_steps=3), {})
+    names = set(FileSystemReader(path / TENSORS_NAME).read_metadata().state_dict_metadata)
+    weights = {name: p.full_tensor().detach() for name, p in model.module.named_parameters()}  # type: ignore[attr-defined]
+    return losses, weights, names
+
+
+def test_two_runs_have_the_same_bits_and_the_same_names_in_checkpoints(tmp_path: Path) -> None:
+    ((first, *others),) = run_ranks(1, _train, args=(tmp_path,))
+    losses, weights, names = first
+    assert losses[-1] < losses[0]
+    assert "model.llm.layers.0.mlp.up_proj.weight" in names
+    for other_losses, other_weights, other_names in others:
+        assert other_losses == losses
+        assert other_names == names
+        assert other_weights.keys() == weights.keys()
+        assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
