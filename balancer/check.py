@@ -100,7 +100,7 @@ def _check_slots(plan: StepPlan, where: str) -> None:
 
 
 def _check_media_places(plan: StepPlan, where: str) -> None:
-    _, expected = media_places(plan.packs)
+    _, expected, runs = media_places(plan.packs)
     values = itertools.chain.from_iterable(map(_PLACE_OF, plan.media))
     *place, microbatch = np.fromiter(values, dtype=np.int64).reshape(-1, len(PLACE_FIELDS) + 1).T
     found = np.stack(place, axis=1)
@@ -113,6 +113,13 @@ def _check_media_places(plan: StepPlan, where: str) -> None:
             f"media placements differ from the packs' media: has {differing[0]}, should be {differing[1]}",
             where=where,
         )
+    for item, found_runs in enumerate([item.runs for item in plan.media]):
+        if found_runs != runs.get(item, ()):
+            raise PlanError(
+                f"rows of segment {plan.media[item].segment} of pack {plan.media[item].pack} are placed at "
+                f"{found_runs}, should be at {runs.get(item, ())}",
+                where=where,
+            )
     pack, _, segment, position, num_rows = place
     needed = np.asarray([slot.microbatch for slot in plan.slots], dtype=np.int64)[pack]
     for item in np.flatnonzero(microbatch != needed).tolist():
@@ -122,10 +129,12 @@ def _check_media_places(plan: StepPlan, where: str) -> None:
             where=where,
         )
     lengths = np.asarray([pack.num_positions for pack in plan.packs], dtype=np.int64)[pack]
-    for item in np.flatnonzero(position + num_rows > lengths).tolist():
+    ends = position + num_rows
+    for item, item_runs in runs.items():
+        ends[item] = sum(item_runs[-1])
+    for item in np.flatnonzero(ends > lengths).tolist():
         raise PlanError(
-            f"rows of pack {pack[item]} end at {position[item] + num_rows[item]}, behind its "
-            f"{lengths[item]} positions",
+            f"rows of pack {pack[item]} end at {ends[item]}, behind its {lengths[item]} positions",
             where=where,
         )
 

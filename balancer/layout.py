@@ -12,12 +12,14 @@ parallel ranks cut that into equal contiguous parts. Three layouts are such tabl
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from balancer.partition import IntArray
+from omni_pipeline.core.interleave import Runs, runs_of_rows
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.topology import Topology
 
@@ -49,6 +51,22 @@ def row_owners(topology: Topology, replica: int) -> tuple[int, ...]:
     return topology.row_owners(replica)
 
 
+def runs_of_shares(runs: Sequence[Runs], shares: Sequence[tuple[int, int, int, int]]) -> dict[int, Runs]:
+    """Return the runs of each share of an item that has some, by number of the share.
+
+    Args:
+        runs: Of each item; empty where its rows follow each other.
+        shares: Item, rank, first row and rows of each.
+    """
+    if not any(runs):
+        return {}
+    return {
+        share: runs_of_rows(runs[item], first, rows)
+        for share, (item, _, first, rows) in enumerate(shares)
+        if runs[item]
+    }
+
+
 @dataclass(frozen=True)
 class SequenceLayout:
     """Who owns which sequence positions.
@@ -77,14 +95,23 @@ class SequenceLayout:
         """Return the positions of the sequence that ``pack`` runs in."""
         return self.seq_len or pack.num_positions
 
-    def cut(self, positions: IntArray, num_rows: IntArray, lengths: IntArray) -> RowPieces:
+    def cut(
+        self,
+        positions: IntArray,
+        num_rows: IntArray,
+        lengths: IntArray,
+        runs: Mapping[int, Runs] | None = None,
+    ) -> RowPieces:
         """Cut runs of rows where their owner changes, or their place with it.
 
         Args:
             positions: int64 [items]; sequence position of each item's first row.
             num_rows: int64 [items]; its rows.
             lengths: int64 [items]; the length of the sequence it is in, see ``length``.
+            runs: By item: where its rows are, if they do not all follow ``positions``.
         """
+        if runs:
+            return self._cut_runs(positions, num_rows, lengths, runs)
         holders, slots, parts = self._table
         chunk = np.maximum(1, -(-lengths // len(holders)))
         part = -(-chunk * (1 + max(slots)) // parts)
@@ -109,6 +136,18 @@ class SequenceLayout:
             first_row=(start - positions[item])[kept],
             local=(start - inside + before - index * part)[kept],
         )
+
+    def _cut_runs(
+        self, positions: IntArray, num_rows: IntArray, lengths: IntArray, runs: Mapping[int, Runs]
+    ) -> RowPieces:
+        """Cut the runs as items of their own."""
+        pairs = enumerate(zip(positions.tolist(), num_rows.tolist(), strict=True))
+        found = [(item, *run) for item, whole in pairs for run in runs.get(item, (whole,))]
+        item, position, rows = np.asarray(found, dtype=np.int64).reshape(-1, 3).T
+        before = np.cumsum(rows) - rows
+        first_row = before - before[np.searchsorted(item, item)]
+        pieces = self.cut(position, rows, lengths[item])
+        return replace(pieces, item=item[pieces.item], first_row=first_row[pieces.item] + pieces.first_row)
 
     @functools.cached_property
     def _table(self) -> tuple[tuple[int, ...], tuple[int, ...], int]:

@@ -26,6 +26,7 @@ from balancer.reorder import PackPlacement, lanes_of_group, num_microbatches
 from balancer.reshard import build_routes, reshard_plan
 from balancer.step_inputs import TICKS_PER_S, StepInputs, step_inputs
 from omni_pipeline.core.errors import ConfigError, PlanError
+from omni_pipeline.core.interleave import Runs
 from omni_pipeline.core.plan import EXACT, Balance, MediaPlacement, Pack, PackSlot, StepPlan
 from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.sample import quick_constructor
@@ -298,7 +299,10 @@ def _media(inputs: StepInputs, choice: StepPlacement) -> tuple[MediaPlacement, .
         assert found is not None, f"segment {item} does not divide into {degree}"
         ranks[item], shares[item] = inputs.ranks[first : first + degree], tuple(found.rows.tolist())
         joined[item] = found.joined
-    columns = (microbatches.tolist(), inputs.media_encoders, ranks, shares, joined, position, num_rows)
+    runs: list[Runs] = [()] * len(members)
+    for item, found_runs in inputs.media_runs.items():
+        runs[item] = found_runs
+    columns = (microbatches.tolist(), inputs.media_encoders, ranks, shares, joined, position, num_rows, runs)
     return tuple(map(_placement, pack, sample, segment, *columns))
 
 

@@ -10,32 +10,47 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from balancer.layout import SequenceLayout
+from balancer.layout import SequenceLayout, runs_of_shares
 from balancer.nodes import GroupNodes, group_nodes
 from balancer.partition import IntArray
 from omni_pipeline.core.errors import PlanError
+from omni_pipeline.core.interleave import Runs, joint_layout
 from omni_pipeline.core.plan import ExchangeKind, MediaPlacement, Pack, StepPlan
 from omni_pipeline.core.reshard import AllToAll, Hop, ReshardPlan, Scope, SumBuffer
 from omni_pipeline.core.sample import Modality, Segment
 
-# What ``media_places`` says of a segment, by the names of ``MediaPlacement``.
+# What ``MediaPlaces.places`` says of a segment, by the names of ``MediaPlacement``.
 PLACE_FIELDS = ("pack", "sample", "segment", "position", "num_rows")
+POSITION = PLACE_FIELDS.index("position")
 
 
-def media_places(packs: Sequence[Pack]) -> tuple[list[Segment], IntArray]:
-    """Return the media segments of ``packs``, and where they are and their rows go; by pack, sample, segment.
+class MediaPlaces(NamedTuple):
+    """Where media are and their rows go.
 
-    Returns:
-        The segments, and int64 [media, 5], see ``PLACE_FIELDS``: three indices; the position of the first row
-        in the pack's sequence, behind the segment's start marker; rows.
+    Args:
+        segments: By pack, sample, segment.
+        places: int64 [media, 5], see ``PLACE_FIELDS``: three indices; the position of the first row in the
+            pack's sequence; rows.
+        runs: By number of the segment, where its rows are: of clips and their sound only, whose rows do not
+            all follow the first.
     """
+
+    segments: list[Segment]
+    places: IntArray
+    runs: dict[int, Runs]
+
+
+def media_places(packs: Sequence[Pack]) -> MediaPlaces:
+    """Return where the media of ``packs`` are and their rows go, as ``core.interleave`` lays them out."""
     text = Modality.TEXT
     # One flat list: thousands of tuples that live on wake the garbage collector again and again.
     found: list[int] = []
-    segments = []
+    segments: list[Segment] = []
+    runs: dict[int, Runs] = {}
     for pack_index, pack in enumerate(packs):
         start = 0
         for sample_index, sample in enumerate(pack.samples):
@@ -44,9 +59,16 @@ def media_places(packs: Sequence[Pack]) -> tuple[list[Segment], IntArray]:
                 if segment.modality is not text:
                     segments.append(segment)
                     found += (pack_index, sample_index, segment_index, position + 1, segment.num_rows)
+                    if segment.is_track:
+                        clip = sample.segments[segment_index - 1] if segment_index else segment
+                        pair = joint_layout(clip, segment, position - clip.num_tokens)
+                        for number, layout in zip((-2, -1), pair, strict=True):
+                            runs[len(segments) + number] = layout.runs
+                            found[len(PLACE_FIELDS) * number + POSITION] = layout.runs[0][0]
                 position += segment.num_tokens
             start += pack.padded_len or sample.num_tokens
-    return segments, np.asarray(found, dtype=np.int64).reshape(-1, len(PLACE_FIELDS))
+    places = np.asarray(found, dtype=np.int64).reshape(-1, len(PLACE_FIELDS))
+    return MediaPlaces(segments, places, runs)
 
 
 @dataclass(frozen=True)
@@ -100,11 +122,12 @@ def build_routes(
     ranks = np.asarray(plan.ranks, dtype=np.int64)
     maker = np.searchsorted(ranks, rank)
     positions = np.asarray([item.position for item in items], dtype=np.int64)
+    runs = runs_of_shares([item.runs for item in items], shares)
     # By pack, not by segment: there are many segments to a pack.
     packs, pack = np.unique(np.asarray([item.pack for item in items], dtype=np.int64), return_inverse=True)
     lengths = np.asarray([layout.length(plan.packs[index]) for index in packs.tolist()], dtype=np.int64)
     owners = [layout.owners(plan.slots[index].replica) for index in packs.tolist()]
-    pieces = layout.cut(positions[number] + start, rows, lengths[pack][number])
+    pieces = layout.cut(positions[number] + start, rows, lengths[pack][number], runs)
     owner_table = np.asarray(owners, dtype=np.int64).reshape(-1, layout.num_owners)
     owning = owner_table[pack[number[pieces.item]], pieces.owner]
     return Routes(

@@ -23,6 +23,7 @@ from balancer.partition import FloatArray, IntArray
 from balancer.reorder import PackPlacement
 from balancer.reshard import media_places
 from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.interleave import Runs
 from omni_pipeline.core.plan import ExchangeKind, Pack
 from omni_pipeline.core.sample import Segment
 
@@ -40,7 +41,8 @@ class StepInputs:
         replicas: Of the group, ascending.
         owners: int64 [replicas, owners]; the members that own positions of each replica's sequence.
         pack_costs: float64 [packs], ticks that a replica needs, its ranks working together.
-        media: int64 [media, 5], in the order of packs, samples, segments; see ``media_places``.
+        media: int64 [media, 5], in the order of packs, samples, segments; see ``MediaPlaces.places``.
+        media_runs: By segment that is interleaved; see ``MediaPlaces.runs``.
         media_encoders: Encoder of each.
         media_packs: int64 [media].
         media_costs: float64 [media], ticks that one rank needs.
@@ -60,6 +62,7 @@ class StepInputs:
     owners: IntArray
     pack_costs: FloatArray
     media: IntArray
+    media_runs: dict[int, Runs]
     media_encoders: tuple[str, ...]
     media_packs: IntArray
     media_costs: FloatArray
@@ -91,7 +94,7 @@ def step_inputs(
     """
     topology = layout.topology
     replicas, ranks = topology.replicas_of_group(group), topology.ranks_of_group(group)
-    segments, media = media_places(packs)
+    segments, media, runs = media_places(packs)
     media_packs, _, _, positions, num_rows = media.T
     owners = [layout.owners(replica) for replica in replicas]
     lengths = np.asarray([layout.length(pack) for pack in packs], dtype=np.int64)
@@ -104,11 +107,12 @@ def step_inputs(
         owners=np.searchsorted(np.asarray(ranks), np.asarray(owners)),
         pack_costs=_ticks([cost_model.pack_cost(pack) / topology.ranks_per_replica for pack in packs]),
         media=media,
+        media_runs=runs,
         media_encoders=tuple(cost_model.encoder_name(segment) for segment in segments),
         media_packs=media_packs,
         media_costs=_ticks([cost_model.media_cost(segment) for segment in segments]),
         media_bytes=_num_bytes(segments, cost_model if encoder_memory_bytes else None),
-        pieces=layout.cut(positions, num_rows, lengths[media_packs]),
+        pieces=layout.cut(positions, num_rows, lengths[media_packs], runs),
         pricer=ExchangePricer(cost_model, group_nodes(topology, group), exchange),
         subgroups={degree: found for degree, found in groups.items() if len(found)},
         shares=_share_table(segments, cost_model, with_bytes=encoder_memory_bytes > 0),

@@ -1,8 +1,9 @@
 """Plan + decoded pieces -> the arrays of a microbatch: pure, so geometry never depends on what failed.
 
 Layout of a sample: its segments in order, then one end-of-sample token. Text is its tokens; media is a start
-marker, one placeholder per embedding row, an end marker. A label is the token after its position, for text
-tokens that are trained on and for the end token; the first token of a sample has no position before it.
+marker, one placeholder per embedding row, an end marker, where ``core.interleave`` says. A label is the token
+after its position, for text tokens that are trained on and for the end token; the first token of a sample has
+no position before it.
 
 A failed sample keeps its place: end tokens, no label, and media inputs of zeros in the planned shape. Padding
 of a bucket is end tokens without labels, behind its sample and inside its attention segment.
@@ -18,10 +19,11 @@ import numpy as np
 import numpy.typing as npt
 
 from loaders.decode.text import SpecialTokens
-from loaders.positions import pack_positions, seconds_per_temporal_patch
+from loaders.positions import pack_positions
 from loaders.shares import grid_of_share, units_of_share
 from omni_pipeline.core.batch import IGNORE_LABEL, EncoderInput, MicroBatch, SampleSpan, joined_segments
 from omni_pipeline.core.errors import ConfigError, PlanError
+from omni_pipeline.core.interleave import MediaLayout, sample_layout
 from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
 from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
@@ -246,12 +248,12 @@ def sample_tokens(
     start = 0
     for index, segment in enumerate(sample.segments):
         end = start + segment.num_tokens
-        if segment.is_media:
-            tokens[start:end] = _media_tokens(segment, special)
-        else:
+        if not segment.is_media:
             tokens[start:end] = texts[index]
             is_target[start:end] = segment.loss
         start = end
+    for index, layout in sample_layout(sample).items():
+        _put_media_tokens(tokens, sample.segments[index].modality, layout, special)
     is_target[start:] = any(segment.loss for segment in sample.segments)
     num_labels = int(is_target[1:].sum())
     if start + 1 != sample.num_tokens or num_labels != sample.num_labels:
@@ -298,20 +300,20 @@ def _texts(
     return found
 
 
-def _media_tokens(segment: Segment, special: SpecialTokens) -> npt.NDArray[np.int64]:
-    begin, placeholder, end = {
+def _put_media_tokens(
+    tokens: npt.NDArray[np.int64], modality: Modality, layout: MediaLayout, special: SpecialTokens
+) -> None:
+    start, placeholder, end = {
         Modality.IMAGE: (special.vision_start, special.image, special.vision_end),
         Modality.VIDEO: (special.vision_start, special.video, special.vision_end),
         Modality.AUDIO: (special.audio_start, special.audio, special.audio_end),
-    }[segment.modality]
-    tokens = np.full(segment.num_rows + 2, placeholder, dtype=np.int64)
-    tokens[0], tokens[-1] = begin, end
-    return tokens
+    }[modality]
+    tokens[layout.start], tokens[layout.end] = start, end
+    for first, num_rows in layout.runs:
+        tokens[first : first + num_rows] = placeholder
 
 
 def _positions(pack: Pack, model: ModelInputs) -> npt.NDArray[np.int64]:
     if not pack.samples:
         return np.zeros((3, 1), dtype=np.int64)
-    vision = model.sizes.vision
-    seconds = seconds_per_temporal_patch(vision)
-    return pack_positions(pack, merge=vision.merge, seconds_per_temporal_patch=seconds)
+    return pack_positions(pack, merge=model.sizes.vision.merge)

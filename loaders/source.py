@@ -76,6 +76,7 @@ class Source:
         self.damaged = table.damaged
         self._fields = config.layout.fields
         self._losses = tuple(item.loss for item in self._fields)
+        self._patch_s = sizes.vision.patch_s
         self._suffixes = table.suffixes
         self._manifests = table.manifests
         self._digests = table.digests
@@ -152,7 +153,7 @@ class Source:
         key = batch.keys[place].as_py()
         segments = tuple(
             [
-                _segment(column.item(place), batch.suffixes, key, loss=loss)
+                _segment(column.item(place), batch.suffixes, key, loss=loss, patch_s=self._patch_s)
                 for column, loss in zip(batch.segments, self._losses, strict=True)
             ]
         )
@@ -232,10 +233,11 @@ class Source:
         return digest.hexdigest()
 
 
-def _segment(values: Any, suffixes: Sequence[str], key: str, *, loss: bool) -> Segment:
+def _segment(values: Any, suffixes: Sequence[str], key: str, *, loss: bool, patch_s: float) -> Segment:
     kind, suffix, offset, length, time, rows, columns, num_rows, num_tokens = values
+    modality = MODALITIES[kind]
     return _make_segment(
-        MODALITIES[kind],
+        modality,
         member_name(key, suffixes[suffix]),
         offset,
         length,
@@ -243,6 +245,8 @@ def _segment(values: Any, suffixes: Sequence[str], key: str, *, loss: bool) -> S
         num_rows,
         num_tokens,
         loss and kind == TEXT,
+        patch_s if modality is Modality.VIDEO else 0.0,
+        False,
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from balancer.exchange import ExchangePricer
-from balancer.layout import SequenceLayout
+from balancer.layout import SequenceLayout, runs_of_shares
 from balancer.nodes import GroupNodes, group_nodes
 from balancer.partition import IntArray
 from balancer.simulator.setup import Setup
@@ -67,17 +67,19 @@ def moved_rows(segments: Sequence[PlacedSegment], setup: Setup, *, num_microbatc
     """Return the rows of each microbatch, by piece of a segment that one rank makes and one owns."""
     layout = SequenceLayout(setup.topology, setup.seq_len, setup.sequence)
     shares = [
-        (number, rank, item.position + start, rows)
+        (number, rank, start, rows)
         for number, item in enumerate(segments)
         for rank, rows, start in zip(
             item.ranks, item.shares, itertools.accumulate(item.shares, initial=0), strict=False
         )
     ]
-    number, maker, position, rows = np.asarray(shares, dtype=np.int64).reshape(-1, 4).T
+    runs = runs_of_shares([item.runs for item in segments], shares)
+    number, maker, start, rows = np.asarray(shares, dtype=np.int64).reshape(-1, 4).T
+    positions = np.asarray([item.position for item in segments], dtype=np.int64)
     lengths = np.asarray([item.length for item in segments], dtype=np.int64)
     owners = np.asarray([layout.owners(item.replica) for item in segments], dtype=np.int64)
     microbatches = np.asarray([item.microbatch for item in segments], dtype=np.int64)
-    pieces = layout.cut(position, rows, lengths[number])
+    pieces = layout.cut(positions[number] + start, rows, lengths[number], runs)
     item = number[pieces.item]
     maker, owner = maker[pieces.item], owners.reshape(-1, layout.num_owners)[item, pieces.owner]
     order = np.argsort(microbatches[item], kind="stable")

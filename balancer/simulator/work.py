@@ -20,6 +20,7 @@ from balancer.partition import FloatArray
 from balancer.simulator.network import gather_s, message_s, spread_of
 from balancer.simulator.setup import Setup
 from balancer.split import cut_segment
+from omni_pipeline.core.interleave import Runs
 from omni_pipeline.core.plan import Pack, StepPlan
 from omni_pipeline.core.sample import Segment
 from omni_pipeline.core.topology import Topology
@@ -92,6 +93,7 @@ class PlacedSegment:
         ranks: Who encodes it, in the order of their shares.
         shares: Rows that each of them makes.
         joined: Whether attention crosses the shares.
+        runs: As in ``MediaPlacement``.
     """
 
     segment: Segment
@@ -102,6 +104,7 @@ class PlacedSegment:
     ranks: tuple[int, ...]
     shares: tuple[int, ...]
     joined: bool = False
+    runs: Runs = ()
 
     def moved_to(self, *ranks: int) -> PlacedSegment:
         """Return the segment encoded by ``ranks``: whole by one, or in its shares by as many as now."""
@@ -127,6 +130,7 @@ def planned_segments(plans: Sequence[StepPlan], setup: Setup) -> list[PlacedSegm
                     ranks=item.ranks,
                     shares=item.shares,
                     joined=item.joined,
+                    runs=item.runs,
                 )
             )
     return found

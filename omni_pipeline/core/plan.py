@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from omni_pipeline.core.interleave import Runs
 from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.sample import Sample
 
@@ -90,6 +91,8 @@ class MediaPlacement:
             that end where attention ends anyway (frames of a clip, chunks of a recording) need no exchange.
         position: First sequence position of its embedding rows in the pack.
         num_rows: Embedding rows, the sum of ``shares``.
+        runs: Where clip and sound are interleaved: positions in the pack and numbers of its rows, by runs of
+            consecutive positions. Empty where all rows follow each other from ``position`` on.
     """
 
     pack: int
@@ -102,6 +105,7 @@ class MediaPlacement:
     joined: bool
     position: int
     num_rows: int
+    runs: Runs = ()
 
     @property
     def is_long(self) -> bool:
@@ -202,7 +206,9 @@ class StepPlan:
             found += (slot.pack, slot.replica, slot.microbatch)
         for item in self.media:
             found += (item.pack, item.sample, item.segment, item.position, place(item.encoder), item.joined)
-            found += (len(item.ranks), *item.ranks, len(item.shares), *item.shares)
+            found += (len(item.ranks), *item.ranks, len(item.shares), *item.shares, len(item.runs))
+            for run in item.runs:
+                found += run
         found += map(place, self.exchanges)
         return array.array("q", found), list(names)
 
@@ -319,6 +325,7 @@ def plan_to_dict(plan: StepPlan) -> dict[str, Any]:
                                 "member": segment.member,
                                 "grid": list(segment.grid),
                                 "num_rows": segment.num_rows,
+                                "is_track": segment.is_track,
                             }
                             for segment in sample.segments
                         ],

@@ -69,6 +69,9 @@ class Segment:
         num_rows: Embedding rows that the encoder makes of it; 0 for text.
         num_tokens: Positions it takes in the packed sequence, its begin and end markers included.
         loss: Whether its text tokens are trained on; always false for media.
+        patch_s: Video: seconds from one temporal patch to the next.
+        is_track: Audio: the sound of the clip before it, whose rows stand among the clip's; see
+            ``core.interleave``.
     """
 
     modality: Modality
@@ -79,6 +82,8 @@ class Segment:
     num_rows: int
     num_tokens: int
     loss: bool = False
+    patch_s: float = 0.0
+    is_track: bool = False
 
     @property
     def num_units(self) -> int:

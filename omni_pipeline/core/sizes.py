@@ -57,6 +57,11 @@ class VisionSizes(BaseModel):
         """Sides are multiples of this, pixels."""
         return self.patch * self.merge
 
+    @property
+    def patch_s(self) -> float:
+        """Time that one temporal patch of a video stands for, seconds."""
+        return self.temporal_patch / self.video_fps
+
 
 class AudioSizes(BaseModel):
     """How a recording becomes mel frames."""

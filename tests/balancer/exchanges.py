@@ -12,6 +12,7 @@ from balancer.layout import SequenceKind, SequenceLayout
 from omni_pipeline.core.plan import MediaPlacement, StepPlan
 from omni_pipeline.core.reshard import AllToAll, ReshardPlan, Scope, SumBuffer
 from omni_pipeline.core.topology import Topology
+from tests.support.interleaved import row_positions
 
 Row = tuple[int, int]
 """(number of the segment in the plan, row of the segment)."""
@@ -44,11 +45,12 @@ def wanted_rows(plan: StepPlan, microbatch: int, layout: SequenceLayout) -> dict
         length = layout.length(plan.packs[item.pack])
         owned = owned_positions(layout.kind, length, tp=topology.tp, cp=topology.cp)
         owners = topology.row_owners(plan.slots[item.pack].replica)
-        for row in range(item.num_rows):
+        pack = plan.packs[item.pack]
+        rows = row_positions(pack.samples[item.sample], item.segment)
+        for row, position in enumerate(rows):
+            position += pack.starts[item.sample]
             ((owner, local),) = [
-                (owner, held.index(item.position + row))
-                for owner, held in enumerate(owned)
-                if item.position + row in held
+                (owner, held.index(position)) for owner, held in enumerate(owned) if position in held
             ]
             found[owners[owner], local] = (number, row)
     return found

@@ -93,6 +93,10 @@ def test_bytes_above_a_cap_are_caught() -> None:
             "media placements differ",
         ),
         (
+            lambda plan: {"media": (moved(plan.media[0], runs=((5, 16),)), plan.media[1])},
+            r"placed at \(\(5, 16\),\), should be at \(\)",
+        ),
+        (
             lambda plan: {"media": (moved(plan.media[0], ranks=(3,)), plan.media[1])},
             r"ranks \(3,\) share media and are no subgroup",
         ),

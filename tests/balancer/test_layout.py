@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import get_args
 
 import numpy as np
@@ -55,6 +56,36 @@ def test_every_row_has_the_owner_and_the_place_of_its_position(
     assert found == expected
     assert (pieces.rows > 0).all()
     assert pieces.owner.max(initial=0) < layout.num_owners
+
+
+@given(st.sampled_from(KINDS), st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), max_size=4))
+def test_items_in_several_runs_are_cut_as_their_runs_are(kind: SequenceKind, items: list[list[int]]) -> None:
+    layout = SequenceLayout(Topology(4, tp=2, cp=2), kind=kind)
+    # Runs with a gap of 3 positions between them; an item of a single run has no entry.
+    where = {
+        item: tuple((3 * place + sum(lengths[:place]), rows) for place, rows in enumerate(lengths))
+        for item, lengths in enumerate(items)
+    }
+    num_rows = np.asarray([sum(lengths) for lengths in items], dtype=np.int64)
+    sequence = np.full(len(items), 48)
+    several = {item: runs for item, runs in where.items() if len(runs) > 1}
+    pieces = layout.cut(np.zeros_like(num_rows), num_rows, sequence, several)
+    found = [
+        (item, first + row, owner, local + row)
+        for item, owner, rows, first, local in zip(
+            *(field.tolist() for field in astuple(pieces)), strict=True
+        )
+        for row in range(rows)
+    ]
+    expected = []
+    for item, runs in where.items():
+        row = 0
+        for position, rows in runs:
+            alone = layout.cut(*(np.asarray([value]) for value in (position, rows, 48)))
+            for owner, count, local in zip(alone.owner, alone.rows, alone.local, strict=True):
+                expected += [(item, row + place, owner, local + place) for place in range(count)]
+                row += count
+    assert found == expected
 
 
 def test_a_run_over_the_whole_sequence_is_cut_into_as_few_pieces_as_can_be() -> None:

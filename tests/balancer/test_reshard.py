@@ -20,7 +20,7 @@ from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
 from tests.balancer.exchanges import made_rows, run_hops, wanted_rows, with_shares
 from tests.balancer.worlds import ENCODERS, Step, image_pack, steps
-from tests.support.strategies import make_sample, media_segment, text_segment
+from tests.support.strategies import clip_with_sound, make_sample, media_segment, text_segment
 
 
 @st.composite
@@ -151,6 +151,22 @@ def test_positions_of_media_follow_the_start_marker() -> None:
     assert media_places([pack])[1][:, 1:4].tolist() == [[0, 1, 6], [1, 0, 13], [1, 2, 21]]
     padded = Pack(lane=0, number=0, samples=(first, second), padded_len=20)
     assert media_places([padded])[1][:, 1:4].tolist() == [[0, 1, 6], [1, 0, 21], [1, 2, 29]]
+
+
+def test_rows_of_a_clip_and_of_its_sound_go_where_they_are_interleaved() -> None:
+    # Six seconds in three chunks of 2 rows, and 60 rows of sound.
+    clip, sound = clip_with_sound((3, 4, 2), 240, patch_s=2.0)
+    pack = Pack(lane=0, number=0, samples=(make_sample([text_segment(3), clip, sound]),))
+    step = Step(Topology(world_size=1), num_lanes=1, packs_per_lane=1, packs=(pack,))
+    planner = step.planner()
+    plan = planner.plan([pack], step=0, group=0)
+    of_clip, of_sound = plan.media
+    assert (of_clip.position, of_clip.runs) == (5, ((5, 2), (57, 2), (69, 2)))
+    assert (of_sound.position, of_sound.runs) == (7, ((7, 50), (59, 10)))
+    reshard = planner.reshard(plan, microbatch=0, rank=0)
+    assert reshard.positions.tolist() == list(range(5, 71))
+    # The encoder of pictures makes rows 0 to 5, that of sound 6 to 65.
+    assert reshard.take_rows.tolist() == [0, 1, *range(6, 56), 2, 3, *range(56, 66), 4, 5]
 
 
 def test_a_rank_from_outside_the_group_is_refused() -> None:

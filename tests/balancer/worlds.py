@@ -15,7 +15,7 @@ from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
 from tests.support.hardware import flat_hardware
-from tests.support.strategies import make_sample, media_segment, segments, text_segment, worlds
+from tests.support.strategies import make_sample, media_segment, segment_lists, text_segment, worlds
 
 ENCODERS = ("vision", "audio")
 LSSP = LsspConfig(kind="auto")
@@ -107,7 +107,7 @@ def steps(draw: st.DrawFn) -> Step:
     """Any small world with any packs, samples padded to a bucket or not, packs to one length or not."""
     topology = draw(worlds())
     num_lanes, packs_per_lane = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    parts = st.lists(st.lists(segments(max_text=60), max_size=4), max_size=3)
+    parts = st.lists(segment_lists(max_text=60, max_size=4), max_size=3)
     packs = []
     for lane in range(num_lanes):
         for number in range(draw(st.integers(0, packs_per_lane))):

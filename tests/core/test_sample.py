@@ -11,7 +11,7 @@ from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment, quick
 
 
 def test_a_sample_made_quickly_is_as_any_other() -> None:
-    values = (Modality.IMAGE, "a.jpg", 512, 99, (1, 4, 6), 6, 8, False)
+    values = (Modality.IMAGE, "a.jpg", 512, 99, (1, 4, 6), 6, 8, False, 0.0, False)
     segment, plain = quick_constructor(Segment)(*values), Segment(*values)
     assert type(segment) is Segment
     assert segment == plain

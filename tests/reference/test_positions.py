@@ -1,8 +1,12 @@
-"""M-RoPE positions of any sample, made by the loader, are those that the reference makes: exactly."""
+"""M-RoPE positions of any sample, made by the loader, are those that the reference makes: exactly.
+
+Of clips without their sound; ``test_interleave`` has the others.
+"""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -11,12 +15,11 @@ import pytest
 import torch
 from hypothesis import given
 
-from loaders.positions import sample_positions, seconds_per_temporal_patch
+from loaders.positions import sample_positions
 from omni_pipeline.core.sample import Modality, Sample
 from tests.support.reference_library import transformers
 from tests.support.reference_thinker import CONFIG, reference_config, reference_inputs
 from tests.support.strategies import make_sample, media_segment, samples, text_segment
-from trainer.config import ModelConfig
 
 
 @functools.cache
@@ -26,14 +29,13 @@ def _reference() -> Any:
 
 
 def _check(sample: Sample, *, fps: float) -> None:
-    data = CONFIG.model_dump()
-    data["sizes"]["vision"]["video_fps"] = fps
-    config = ModelConfig.model_validate(data)
-    vision = config.sizes.vision
-    ours = sample_positions(
-        sample, merge=vision.merge, seconds_per_temporal_patch=seconds_per_temporal_patch(vision)
-    )
-    inputs = reference_inputs(sample, config)
+    segments = [
+        replace(segment, patch_s=2 / fps if segment.modality is Modality.VIDEO else 0.0, is_track=False)
+        for segment in sample.segments
+    ]
+    sample = replace(sample, segments=tuple(segments))
+    ours = sample_positions(sample, merge=CONFIG.sizes.vision.merge)
+    inputs = reference_inputs(sample)
     seconds = inputs.pop("video_second_per_grid", None)
     frames = [segment.grid[0] for segment in sample.segments if segment.modality is Modality.AUDIO]
     theirs, _ = _reference().get_rope_index(

@@ -25,7 +25,7 @@ from tests.support.reference_thinker import (
     run_theirs,
     zero_gradients,
 )
-from tests.support.strategies import make_sample, media_segment, text_segment
+from tests.support.strategies import clip_with_sound, make_sample, media_segment, text_segment
 from trainer.weights.names import THINKER_IN_MEMORY
 
 IMAGE, VIDEO, AUDIO = Modality.IMAGE, Modality.VIDEO, Modality.AUDIO
@@ -53,6 +53,18 @@ SAMPLES: dict[str, Sample] = {
         ],
         row=5,
     ),
+    "video with sound": make_sample(
+        [
+            text_segment(3),
+            media_segment(AUDIO, (12, 1, 1)),
+            # 12 s in six chunks, sound of 3 s in two; then a clip shorter than its sound.
+            *clip_with_sound((6, 4, 2), 300, patch_s=2.0),
+            media_segment(IMAGE, (1, 4, 4)),
+            *clip_with_sound((2, 2, 4), 450),
+            text_segment(4),
+        ],
+        row=7,
+    ),
     "all mixed": make_sample(
         [
             text_segment(4),
@@ -74,15 +86,15 @@ PARTS: dict[str, list[str]] = {
     "images": ["llm.", "encoders.vision."],
     "video": ["llm.", "encoders.vision."],
     "audio": ["llm.", "encoders.audio."],
+    "video with sound": ["llm.", "encoders."],
     "all mixed": ["llm.", "encoders."],
 }
 
 
 @functools.cache
-def _pair(*, tied: bool = False, fps: float = 2.0) -> Pair:
+def _pair(*, tied: bool = False) -> Pair:
     data = CONFIG.model_dump()
     data["llm"]["tied_head"] = tied
-    data["sizes"]["vision"]["video_fps"] = fps
     return make_pair(CONFIG.model_validate(data))
 
 
@@ -108,7 +120,8 @@ def test_logits_loss_and_gradients_are_those_of_the_reference(case: str, tied: b
 
 @pytest.mark.parametrize("fps", [0.7, 1.0, 3.0, 25.0])
 def test_videos_stand_at_their_time_at_any_rate(fps: float) -> None:
-    _check(_pair(fps=fps), [SAMPLES["video"]], parts=PARTS["video"])
+    clip = media_segment(VIDEO, (4, 4, 6), patch_s=2 / fps)
+    _check(_pair(), [make_sample([clip, text_segment(5)], row=4)], parts=PARTS["video"])
 
 
 def test_a_pack_equals_its_samples_one_by_one() -> None:

@@ -23,11 +23,12 @@ from loaders.decode.text import ByteTokenizer
 from omni_pipeline.app.costs import ENCODER_OF, encoder_shapes, llm_shape
 from omni_pipeline.core.batch import IGNORE_LABEL, Batch, EncoderInput, MicroBatch, SampleSpan
 from omni_pipeline.core.plan import Pack, StepPlan
-from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
+from omni_pipeline.core.sample import Modality, Sample, SampleId
 from omni_pipeline.core.seeding import generator
 from omni_pipeline.core.topology import Topology
 from tests.support.hardware import flat_hardware
-from tests.support.strategies import make_sample, media_segment, text_segment
+from tests.support.interleaved import row_positions, token_walk
+from tests.support.strategies import clip_with_sound, make_sample, media_segment, text_segment
 from trainer.config import ModelConfig
 from trainer.model.omni import OmniModel
 
@@ -39,6 +40,7 @@ INPUTS = ModelInputs(
     ByteTokenizer.special,
     {"vision": (Modality.IMAGE, Modality.VIDEO), "audio": (Modality.AUDIO,)},
 )
+_TOKEN_OF = {"start": 1, "end": 2, "row": 3}
 NO_FAILURES: frozenset[SampleId] = frozenset()
 
 
@@ -54,10 +56,13 @@ class Content:
 
 
 def mixed_sample(row: int, *, source: str = "mixed") -> Sample:
-    """Return a sample with an image, a text, and by ``row`` a clip or a recording or both."""
+    """Return a sample with an image, a text, and by ``row`` a clip, its sound, a recording."""
     segments = [media_segment(Modality.IMAGE, (1, 2 + 2 * (row % 3), 4)), text_segment(3 + row % 5)]
-    if row % 2:
+    if row % 4 == 1:
         segments.append(media_segment(Modality.VIDEO, (2, 4, 2)))
+    elif row % 4 == 3:
+        # Six seconds in three chunks, and 4.2 s of sound: 50, 50 and 5 rows.
+        segments += clip_with_sound((3, 4, 2), 420, patch_s=2.0)
     if row % 3:
         segments.append(media_segment(Modality.AUDIO, (9 + row % 7, 1, 1)))
     segments.append(text_segment(2, loss=row % 4 != 1))
@@ -224,8 +229,7 @@ def _encode_pack(model: OmniModel, pack: Pack) -> tuple[torch.Tensor, torch.Tens
                 inputs = media_content(sample, index)
                 encoder = model.encoders[ENCODER_OF[segment.modality]]
                 rows.append(encoder(torch.from_numpy(inputs.values), inputs.grids))
-                positions += range(start + 1, start + 1 + segment.num_rows)
-            start += segment.num_tokens
+                positions += [start + position for position in row_positions(sample, index)]
     return torch.cat(rows), torch.tensor(positions, dtype=torch.int64)
 
 
@@ -256,15 +260,10 @@ def _sample_tokens(sample: Sample) -> tuple[list[int], list[bool]]:
     random = generator(7, "parity tokens", sample.id.row)
     tokens: list[int] = []
     has_loss: list[bool] = []
-    for segment in sample.segments:
-        found = _segment_tokens(segment, random)
-        tokens += found
-        has_loss += [segment.loss] * len(found)
+    for kind, index, _ in token_walk(sample)[:-1]:
+        tokens.append(
+            _TOKEN_OF[kind] if kind in _TOKEN_OF else int(random.integers(4, CONFIG.llm.vocab_size))
+        )
+        has_loss.append(sample.segments[index].loss)
     any_loss = any(segment.loss for segment in sample.segments)
     return [*tokens, 0], [*has_loss, any_loss]
-
-
-def _segment_tokens(segment: Segment, random: np.random.Generator) -> list[int]:
-    if segment.is_media:
-        return [1, *([3] * segment.num_rows), 2]
-    return [int(token) for token in random.integers(4, CONFIG.llm.vocab_size, segment.num_tokens)]

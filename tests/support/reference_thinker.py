@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from loaders.assemble import ModelInputs, Piece, assemble_microbatch, pieces_of, sample_tokens, segment_of
 from loaders.decode.text import ByteTokenizer
-from loaders.positions import seconds_per_temporal_patch
 from omni_pipeline.core.batch import Batch
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample
@@ -220,7 +219,7 @@ def run_theirs(pair: Pair, samples: Sequence[Sample]) -> Ran:
     )
 
 
-def reference_inputs(sample: Sample, config: ModelConfig) -> dict[str, Tensor]:
+def reference_inputs(sample: Sample) -> dict[str, Tensor]:
     """Return what the reference wants to know of a sample but its pixels and sounds."""
     tokens, _ = sample_tokens(sample, texts_of(sample), special=SPECIAL)
     found = {
@@ -230,14 +229,13 @@ def reference_inputs(sample: Sample, config: ModelConfig) -> dict[str, Tensor]:
     for modality, name in ((Modality.IMAGE, "image_grid_thw"), (Modality.VIDEO, "video_grid_thw")):
         if grids := [segment.grid for segment in sample.segments if segment.modality is modality]:
             found[name] = torch.tensor(grids)
-    if "video_grid_thw" in found:
-        seconds = seconds_per_temporal_patch(config.sizes.vision)
-        found["video_second_per_grid"] = torch.full((len(found["video_grid_thw"]),), seconds)
+    if seconds := [segment.patch_s for segment in sample.segments if segment.modality is Modality.VIDEO]:
+        found["video_second_per_grid"] = torch.tensor(seconds)
     return found
 
 
 def _run_alone(pair: Pair, sample: Sample) -> Ran:
-    inputs = reference_inputs(sample, pair.config)
+    inputs = reference_inputs(sample)
     for modality, name in ((Modality.IMAGE, "pixel_values"), (Modality.VIDEO, "pixel_values_videos")):
         if patches := _values_of(sample, modality):
             inputs[name] = torch.cat([pixels_of(one) for one in patches]).to(pair.dtype)
@@ -254,7 +252,8 @@ def _run_alone(pair: Pair, sample: Sample) -> Ran:
         ).long()
     _, labels = sample_tokens(sample, texts_of(sample), special=SPECIAL)
     # It shifts labels by itself: its label of a position is the token there.
-    out = pair.theirs(**inputs, labels=torch.from_numpy(labels).roll(1)[None])
+    has_tracks = any(segment.is_track for segment in sample.segments)
+    out = pair.theirs(**inputs, labels=torch.from_numpy(labels).roll(1)[None], use_audio_in_video=has_tracks)
     return Ran([out.logits[0]], out.loss, leaves)
 
 

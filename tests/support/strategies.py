@@ -7,7 +7,7 @@ segments and one end-of-sample token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import hypothesis.strategies as st
 import numpy as np
@@ -27,11 +27,33 @@ def text_segment(num_tokens: int, *, loss: bool = True, member: str = "txt") -> 
     return Segment(Modality.TEXT, member, 0, num_tokens, grid, num_rows=0, num_tokens=num_tokens, loss=loss)
 
 
-def media_segment(modality: Modality, grid: tuple[int, int, int], *, member: str = "") -> Segment:
-    """Return a media segment with this encoder grid."""
+def media_segment(
+    modality: Modality,
+    grid: tuple[int, int, int],
+    *,
+    member: str = "",
+    patch_s: float = SIZES.vision.patch_s,
+) -> Segment:
+    """Return a media segment with this encoder grid; of a clip, with this time between temporal patches."""
     rows = media_rows(modality, grid, SIZES)
-    units = grid[0] * grid[1] * grid[2]
-    return Segment(modality, member or str(modality), 0, units, grid, num_rows=rows, num_tokens=rows + 2)
+    return Segment(
+        modality,
+        member or str(modality),
+        0,
+        grid[0] * grid[1] * grid[2],
+        grid,
+        num_rows=rows,
+        num_tokens=rows + 2,
+        patch_s=patch_s if modality is Modality.VIDEO else 0.0,
+    )
+
+
+def clip_with_sound(
+    grid: tuple[int, int, int], mel_frames: int, *, patch_s: float = SIZES.vision.patch_s
+) -> list[Segment]:
+    """Return a clip and its sound track."""
+    sound = media_segment(Modality.AUDIO, (mel_frames, 1, 1), member=str(Modality.VIDEO))
+    return [media_segment(Modality.VIDEO, grid, patch_s=patch_s), replace(sound, is_track=True)]
 
 
 def make_sample(
@@ -114,18 +136,34 @@ def segments(draw: st.DrawFn, *, max_text: int = 200) -> Segment:
 
 
 @st.composite
+def clips_with_sound(draw: st.DrawFn) -> list[Segment]:
+    """A clip of up to 10 s, mostly of odd rates, and its sound; either may last longer."""
+    grid, mel_frames = draw(grids(Modality.VIDEO, max_side=6)), draw(st.integers(4, 900))
+    return clip_with_sound(grid, mel_frames, patch_s=draw(st.sampled_from([1.0, 2 / 3, 2 / 0.7, 0.08])))
+
+
+def segment_lists(
+    *, max_text: int = 200, min_size: int = 0, max_size: int
+) -> st.SearchStrategy[list[Segment]]:
+    """Segments of any modality, some of them clips with their sound; such a pair counts as one."""
+    one = segments(max_text=max_text).map(lambda segment: [segment])
+    parts = st.lists(st.one_of(one, one, one, clips_with_sound()), min_size=min_size, max_size=max_size)
+    return parts.map(lambda found: [segment for part in found for segment in part])
+
+
+@st.composite
 def samples(
     draw: st.DrawFn, *, source: str = "source", row: int | None = None, max_segments: int = 5
 ) -> Sample:
-    """One sample of one to ``max_segments`` segments."""
-    parts = draw(st.lists(segments(), min_size=1, max_size=max_segments))
+    """One sample of one to ``max_segments`` segments, a clip with its sound counted as one."""
+    parts = draw(segment_lists(min_size=1, max_size=max_segments))
     return make_sample(parts, source=source, row=draw(st.integers(0, 1000)) if row is None else row)
 
 
 @st.composite
 def sample_lists(draw: st.DrawFn, *, min_size: int = 0, max_size: int = 40) -> list[Sample]:
     """Samples with distinct ids."""
-    parts = draw(st.lists(st.lists(segments(), min_size=1, max_size=4), min_size=min_size, max_size=max_size))
+    parts = draw(st.lists(segment_lists(min_size=1, max_size=4), min_size=min_size, max_size=max_size))
     return [make_sample(part, row=row) for row, part in enumerate(parts)]
 
 
