@@ -1,17 +1,14 @@
 """Checkpoints of a whole run: complete or invisible, and loadable at any number of ranks.
 
 Model, optimizer and RNG go through torch's distributed checkpoint (DCP), which reshards on load; the
-progress of the run and the state of the loader are JSON. All is written under a temporary name, flushed,
-sealed with a list of the files and their sizes, and only then renamed (rename is atomic), so a process
-killed at any moment leaves the previous checkpoint the latest one. A seal that does not fit is not a
-checkpoint.
+progress of the run and the state of the loader are JSON. A folder is sealed when it is written in full, so
+a process killed at any moment leaves the previous checkpoint the latest one.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,20 +34,22 @@ from omni_pipeline.core.errors import RankError, StateMismatchError
 from omni_pipeline.core.state import check_head
 from trainer.checkpoint_files import (
     LOADER_NAME,
-    SEAL_NAME,
     STATE_NAME,
+    TEMPORARY_PREFIX,
+    TENSORS_NAME,
     is_complete,
     latest,
     numbered,
     path_of,
+    publish,
     read_loader_state,
+    remove,
+    seal,
 )
 
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-TENSORS_NAME = "tensors"
-TEMPORARY_PREFIX = ".tmp-"
 START_AGAIN = "free space or mend the storage, then start again: it continues from the checkpoint before"
 
 
@@ -211,42 +210,18 @@ def _start_draft(folder: Path, draft: Path) -> None:
     for _, path in numbered(folder):
         if not is_complete(path):
             logger.warning("%s is incomplete: it is removed", path)
-            _remove(path)
+            remove(path)
     (draft / TENSORS_NAME).mkdir(parents=True)
 
 
 def _publish(draft: Path, path: Path, files: dict[str, dict[str, Any]]) -> None:
-    for name, content in files.items():
-        (draft / name).write_text(json.dumps(content), encoding="utf-8")
-    written = [item for item in sorted(draft.rglob("*")) if item.is_file()]
-    sizes = {str(item.relative_to(draft)): item.stat().st_size for item in written}
-    (draft / SEAL_NAME).write_text(json.dumps({"sizes_bytes": sizes}), encoding="utf-8")
-    for item in [*draft.rglob("*"), draft]:
-        _flush(item)
-    if path.exists():
-        _remove(path)
-    draft.rename(path)
-    _flush(path.parent)
+    seal(draft, files)
+    publish(draft, path)
 
 
 def _remove_oldest(folder: Path, keep: int) -> None:
     for _, path in numbered(folder)[:-keep]:
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    """Remove a checkpoint: renamed first, so that one half removed never looks like a checkpoint."""
-    doomed = path.with_name(f"{TEMPORARY_PREFIX}removed-{path.name}")
-    path.rename(doomed)
-    shutil.rmtree(doomed)
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        remove(path)
 
 
 def _on_first_rank(action: Callable[[], None], *, what: str) -> None:

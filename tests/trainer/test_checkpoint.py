@@ -14,7 +14,7 @@ from torch import nn
 
 from omni_pipeline.core.errors import RankError, StateMismatchError
 from tests.support.ranks import RanksFailedError, run_ranks
-from trainer import checkpoint
+from trainer import checkpoint, checkpoint_files
 from trainer.checkpoint import Checkpointer, Progress
 from trainer.checkpoint_files import LOADER_NAME, SEAL_NAME, STATE_NAME, latest
 from trainer.optimizer import build_optimizer
@@ -116,14 +116,15 @@ def test_the_newest_checkpoints_stay(tmp_path: Path) -> None:
 def _killed_in(rank: int, folder: Path, place: str) -> None:
     checkpointer = _checkpointer(folder)
     checkpointer.save(Progress(num_steps=1), {"at": 1})
-    original = getattr(checkpoint, place)
+    module = checkpoint_files if place == "_flush" else checkpoint
+    original = getattr(module, place)
 
     def die(*arguments: Any) -> None:
         if rank == 0:
             original(*arguments)
             os._exit(9)
 
-    setattr(checkpoint, place, die)
+    setattr(module, place, die)
     checkpointer.save(Progress(num_steps=2), {"at": 2})
 
 
