@@ -24,6 +24,7 @@ from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.plan import MediaPlacement
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.sizes import MEL_FRAMES_PER_ROW
+from trainer.model.init import make_storage
 from trainer.model.omni import OmniModel
 from trainer.parallel.config import ParallelConfig, Precision
 from trainer.parallel.mesh import RankGroups, make_module_mesh
@@ -259,6 +260,6 @@ def colocate(
     if next(model.parameters()).is_meta:
         if seed is None:
             raise ValueError("a model on the meta device needs a seed for its first weights")
-        model.to_empty(device=groups.device)
+        make_storage(model, device=groups.device)
         model.init_weights(seed)
     return ColocatedModel(module=model, llm=model.llm, anchors=anchors, groups=groups, parallel=layouts)

@@ -20,6 +20,18 @@ RESIDUAL_OUTPUTS = ("o_proj", "out_proj", "down_proj", "fc2", "attn.proj")
 
 
 @torch.no_grad()
+def make_storage(model: nn.Module, *, device: torch.device | str) -> None:
+    """Give a model on the meta device storage on ``device``, every parameter NaN until it is written.
+
+    Memory that is merely not written is often zero, and a model of zeros trains without an error: its loss
+    is ln(vocabulary) and its gradient zero for ever (https://github.com/ByteDance-Seed/VeOmni/issues/118).
+    """
+    model.to_empty(device=device)
+    for parameter in model.parameters():
+        parameter.fill_(math.nan)
+
+
+@torch.no_grad()
 def init_weights(model: nn.Module, *, seed: int, num_layers: dict[str, int]) -> None:
     """Write the first weights of every parameter of ``model``; no collective.
 

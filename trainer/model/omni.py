@@ -11,7 +11,7 @@ from torch import nn
 
 from trainer.config import ModelConfig
 from trainer.model.audio import AudioEncoder
-from trainer.model.init import init_weights
+from trainer.model.init import init_weights, make_storage
 from trainer.model.llm import Llm
 from trainer.model.vision import VisionEncoder
 
@@ -43,12 +43,12 @@ class OmniModel(nn.Module):
 def build_model(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> OmniModel:
     """Return the model in float32 with first weights; on ``device="meta"`` without any.
 
-    To shard a large model: build on meta, shard, ``to_empty(device=...)``, ``init_weights(seed)``. There
-    are no buffers, so nothing else has to be filled.
+    To shard a large model: build on meta, shard, ``make_storage``, ``init_weights(seed)``. There are no
+    buffers, so nothing else has to be filled.
     """
     with torch.device("meta"):
         model = OmniModel(config)
     if torch.device(device).type != "meta":
-        model.to_empty(device=device)
+        make_storage(model, device=device)
         model.init_weights(seed)
     return model
