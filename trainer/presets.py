@@ -12,6 +12,7 @@ Free of torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 # The published numbers of Qwen2.5-Omni-7B are the defaults of the classes in ``trainer.config``.
@@ -136,3 +137,13 @@ LLM_PRESETS: dict[str, dict[str, Any]] = {
     "70b": {"layers": 80, "hidden": 8192, "intermediate": 28672, "heads": 64, "kv_heads": 8},
     "175b": {"layers": 96, "hidden": 12288, "intermediate": 39424, "heads": 96, "kv_heads": 8},
 }
+
+
+def merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``above`` laid over ``below``; tables are merged, everything else is replaced."""
+    found = dict(below)
+    for name, value in above.items():
+        lower = found.get(name)
+        both_tables = isinstance(lower, Mapping) and isinstance(value, Mapping)
+        found[name] = merged(lower, value) if both_tables and lower is not None else value
+    return found

@@ -22,8 +22,8 @@ Shape = tuple[int, ...]
 Index = tuple[int | slice, ...]
 
 PATCH_EMBED = "encoders.vision.patch_embed.proj.weight"
-# Of a thinker, and without a part in any forward of ours; kept beside the weights so that an export is whole.
-UNUSED = ("audio_tower.audio_bos_eos_token.weight",)
+# Of a thinker, named as ours would be; no forward reads them. They are kept, so that an export is whole.
+UNUSED = ("encoders.audio.audio_bos_eos_token.weight",)
 # Of the published whole model: speech output, which this project does not train.
 LEFT_OUT = ("talker.", "token2wav.")
 _EXPERTS = re.compile(r"(?P<block>llm\.layers\.\d+\.mlp\.experts)\.(?P<kind>gate_up_proj|down_proj)")

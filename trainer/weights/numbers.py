@@ -1,0 +1,96 @@
+"""The numbers of a model that starts from weights: theirs, which a run file may repeat or leave out.
+
+Free of torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from omni_pipeline.core.errors import ConfigError
+from trainer.presets import LLM_PRESETS, PRESETS, VISION_PRESETS, merged
+from trainer.weights.folder import WeightsFolder, open_weights
+
+# No weight depends on them: how media are resized and cut, and how routers are evened out in training.
+FREE = (
+    "sizes.vision.min_pixels",
+    "sizes.vision.max_pixels",
+    "sizes.vision.video_fps",
+    "sizes.vision.video_max_frames",
+    "sizes.vision.video_max_pixels",
+    "sizes.audio.max_duration_s",
+    "llm.experts.balance_loss",
+)
+DEFAULT_SIZE = "demo"
+_PART_PRESETS: dict[str, Mapping[str, Mapping[str, Any]]] = {"vision": VISION_PRESETS, "llm": LLM_PRESETS}
+
+
+def laid_over_weights(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Return the numbers of a model that starts from the weights in ``path``, as plain data.
+
+    Parts that the weights do not have are filled from the preset ``size``, as without weights.
+
+    Args:
+        given: The table ``[model]`` of a run file.
+        path: See ``open_weights``.
+
+    Raises:
+        ConfigError: There are no weights, or a number that is given is not theirs; names both.
+    """
+    try:
+        weights = open_weights(path)
+    except ConfigError as error:
+        raise ConfigError(error.what, where="setting 'model.weights'", fix=error.fix) from error
+    _check(_stated(given, weights), weights)
+    size = given.get("size", DEFAULT_SIZE)
+    preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
+    lacking = {name: table for name, table in preset.items() if name not in weights.model}
+    return merged(merged(lacking, weights.model), given)
+
+
+def _stated(given: Mapping[str, Any], weights: WeightsFolder) -> dict[str, Any]:
+    """Return every number that ``given`` asks for, by itself or by a preset."""
+    stated: dict[str, Any] = {}
+    # Of weights without encoders, size is that of the encoders.
+    if isinstance(size := given.get("size"), str) and "vision" in weights.model:
+        stated = PRESETS.get(size, {})
+    for name, presets in _PART_PRESETS.items():
+        table = given.get(name)
+        if isinstance(table, Mapping) and isinstance(table.get("size"), str):
+            stated = {**stated, name: presets.get(table["size"], {})}
+    return merged(stated, given)
+
+
+def _check(stated: Mapping[str, Any], weights: WeightsFolder) -> None:
+    problems = [
+        f"model.{name} is {value!r}, the weights have {theirs!r}"
+        for name, value, theirs in _differences(stated, weights.model)
+        if name not in FREE
+    ]
+    if problems:
+        more = f"\nand {len(problems) - 6} more" if len(problems) > 6 else ""
+        raise ConfigError(
+            "\n".join(problems[:6]) + more,
+            where=str(weights.path),
+            fix="leave them out beside model.weights, as model.size that says them, or take other weights",
+        )
+
+
+def _differences(
+    stated: Mapping[str, Any], theirs: Mapping[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted name, stated, of the weights) of what both have and is not equal."""
+    for key, value in stated.items():
+        if key not in theirs or (prefix and key == "size"):
+            continue
+        other = theirs[key]
+        if isinstance(value, Mapping) and isinstance(other, Mapping):
+            yield from _differences(value, other, f"{prefix}{key}.")
+        elif _plain(value) != _plain(other):
+            yield f"{prefix}{key}", value, other
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
