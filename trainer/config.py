@@ -10,13 +10,15 @@ the model.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from omni_pipeline.core.sizes import ModelSizes
 from trainer.experts_config import ExpertsConfig
-from trainer.presets import LLM_PRESETS, PRESETS, VISION_PRESETS
+from trainer.presets import LLM_PRESETS, PRESETS, VISION_PRESETS, merged
+from trainer.weights.numbers import laid_over_weights
 
 CHANNELS = 3
 
@@ -161,11 +163,19 @@ class LlmConfig(SizedPart):
 
 
 class ModelConfig(BaseModel):
-    """The whole model: a preset by name, with single numbers overridden by the tables below it."""
+    """The whole model: a preset by name, with single numbers overridden by the tables below it.
+
+    With ``weights`` the numbers of those lie in the place of the preset's, and may not be overridden.
+    """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     size: ModelSize = Field("demo", description="Preset that fills every number not given here.")
+    weights: Path | None = Field(
+        None,
+        description="First weights, and every number not given here: a folder of `omni weights import`, "
+        "a checkpoint, or a run.",
+    )
     sizes: ModelSizes = Field(
         ModelSizes(), description="Raw media to patches and frames; default: that of size."
     )
@@ -183,10 +193,12 @@ class ModelConfig(BaseModel):
         if not isinstance(data, Mapping):
             return data
         given = {name: _plain(value) for name, value in data.items()}
+        if isinstance(weights := given.get("weights"), str | Path):
+            return laid_over_weights(given, Path(weights))
         size = given.get("size", cls.model_fields["size"].default)
         preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
         sized = {name for name, value in given.items() if isinstance(value, Mapping) and value.get("size")}
-        return _merged({name: table for name, table in preset.items() if name not in sized}, given)
+        return merged({name: table for name, table in preset.items() if name not in sized}, given)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -205,13 +217,3 @@ class ModelConfig(BaseModel):
 
 def _plain(value: Any) -> Any:
     return value.model_dump(exclude_unset=True) if isinstance(value, BaseModel) else value
-
-
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``above`` laid over ``below``; tables are merged, everything else is replaced."""
-    merged = dict(below)
-    for name, value in above.items():
-        lower = merged.get(name)
-        both_tables = isinstance(lower, Mapping) and isinstance(value, Mapping)
-        merged[name] = _merged(lower, value) if both_tables and lower is not None else value
-    return merged

@@ -63,8 +63,12 @@ from trainer.objective import Objective
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel.mesh import backend_for, make_rank_groups, pick_device
 from trainer.parts import freeze
+from trainer.start_checks import check_parameters
 from trainer.step import Learner
 from trainer.step_numbers import StepWatcher
+from trainer.weights.folder import open_weights
+from trainer.weights.reference_files import keep_reference
+from trainer.weights.start import load_weights
 
 logger = logging.getLogger(__name__)
 
@@ -181,7 +185,8 @@ class RankRun:
             module=self.model.module,
             optimizer=self.learner.optimizer,
             keep=config.checkpoint.keep,
-            identity={"model": config.model.model_dump(mode="json")},
+            # Not where its first weights came from: its own take their place.
+            identity={"model": config.model.model_dump(mode="json", exclude={"weights"})},
         )
 
     def train(self) -> None:
@@ -272,8 +277,14 @@ class RankRun:
         path = self._agreed_checkpoint()
         if path is None:
             all_or_none(self._start_fresh, what="it cannot start")
+            self._write_first_weights()
             return Progress()
         restored = all_or_none(lambda: self.checkpointer.load(path), what=f"it cannot load {path}")
+        check_parameters(
+            self.model.module,
+            source=str(path),
+            fix="remove that folder: the run continues from the checkpoint before it",
+        )
         num_trained = self._num_trained_before()
         all_or_none(
             lambda: loader.load_state_dict(restored.loader_state, honour_until=num_trained),
@@ -284,6 +295,17 @@ class RankRun:
             self.folder.add_event(Event(step=step, text=f"resumed at step {step}"))
             logger.info("resumed from %s", path)
         return restored.progress
+
+    def _write_first_weights(self) -> None:
+        """Put the weights of ``model.weights`` in place, if that is set, and look at those of every part."""
+        path = self.config.model.weights
+        source = f"first weights, seed {self.config.run.seed}"
+        fix = "let the part's `init_weights` write every parameter, and no matrix with zeros only"
+        if path is not None:
+            weights = open_weights(path)
+            all_or_none(lambda: load_weights(weights, self.model.module), what=f"it cannot use {path}")
+            source, fix = str(weights.path), "take other weights, or import them again from a sound folder"
+        check_parameters(self.model.module, source=source, fix=fix)
 
     def _agreed_checkpoint(self) -> Path | None:
         """Return the latest complete checkpoint that rank 0 sees, once every rank sees it too."""
@@ -304,9 +326,15 @@ class RankRun:
         return path
 
     def _start_fresh(self) -> None:
-        """Keep an earlier start's quarantine apart: what failed then may be mended now."""
+        """Keep apart an earlier start's quarantine: what failed may be mended. Keep what exports need."""
         if self.rank == 0:
             Quarantine.start_fresh(self.folder.quarantine_path)
+            weights = self.config.model.weights
+            keep_reference(
+                self.folder.path,
+                weights=None if weights is None else open_weights(weights),
+                tokenizer=self.config.tokenizer.path,
+            )
 
     def _num_trained_before(self) -> int:
         """Return the steps that earlier starts trained, also past the checkpoint; equal on all ranks.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -13,10 +14,12 @@ from loaders.mixture import group_problems
 from loaders.order import OrderConfig
 from loaders.source_config import SourceConfig
 from loaders.weight import Weight
+from omni_pipeline.core.errors import ConfigError
 from trainer.checkpoint_config import CheckpointConfig
 from trainer.config import ModelConfig
 from trainer.optimizer_config import OptimizerConfig
 from trainer.parallel.config import ParallelConfig
+from trainer.weights.folder import open_weights
 
 ENCODERS = ("vision", "audio")
 
@@ -40,7 +43,9 @@ class RunSection(Section):
 class TokenizerSection(Section):
     """How text becomes tokens."""
 
-    path: Path | None = Field(None, description="A Hugging Face tokenizer.json; default: bytes.")
+    path: Path | None = Field(
+        None, description="A Hugging Face tokenizer.json; default: that of model.weights, or else bytes."
+    )
 
 
 class PartSection(Section):
@@ -85,6 +90,22 @@ class RunConfig(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule.")
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig, description="When to save.")
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection, description="Held-out samples.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_tokenizer_of_weights(cls, data: Any) -> Any:
+        """Without a tokenizer of its own a run has that of the weights it starts from, if they have one."""
+        if not isinstance(data, Mapping):
+            return data
+        model, tokenizer = data.get("model"), data.get("tokenizer", {})
+        weights = model.get("weights") if isinstance(model, Mapping) else None
+        if not isinstance(weights, str | Path) or not isinstance(tokenizer, Mapping) or "path" in tokenizer:
+            return data
+        try:
+            path = open_weights(Path(weights)).tokenizer
+        except ConfigError:  # the model says it
+            return data
+        return data if path is None else {**data, "tokenizer": {**tokenizer, "path": path}}
 
     @model_validator(mode="after")
     def _source_names_are_unique(self) -> RunConfig:

@@ -27,6 +27,7 @@ COMMANDS = {
     "report": ("omni_pipeline.cli.report", "Write the HTML report of a run."),
     "simulate": ("omni_pipeline.cli.simulate", "Model a step on any number of ranks, and its rivals."),
     "train": ("omni_pipeline.cli.train", "Train from a run file; continues from the latest checkpoint."),
+    "weights": ("omni_pipeline.cli.weights", "Import published weights, export trained ones."),
 }
 
 

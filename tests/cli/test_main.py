@@ -38,7 +38,7 @@ def test_help_is_quick_and_imports_no_torch() -> None:
     assert min(seconds) < 0.3
 
 
-COMMANDS = ["config", "data", "demo", "plan", "profile", "report", "simulate", "train"]
+COMMANDS = ["config", "data", "demo", "plan", "profile", "report", "simulate", "train", "weights"]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
