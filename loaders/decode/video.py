@@ -2,7 +2,9 @@
 
 The plan fixes how many frames are taken; times are spread evenly over the duration, and for each the frame on
 screen at that moment (the latest that starts at or before it) is taken. Counting frames instead of reading
-timestamps is wrong for variable frame rates. decord can be chosen as back end; it is known to return wrong
+timestamps is wrong for variable frame rates. Containers round times (Matroska to 1 ms), so a time within half
+a millisecond of the beat of the clip's rate counts as on it: of a steady clip that gives the very frames that
+counting does, those of the Qwen2-VL processor. decord can be chosen as back end; it is known to return wrong
 frames for some files (stream-copied cuts, open GOPs, MPEG-TS), so it is never chosen by itself.
 """
 
@@ -29,12 +31,16 @@ DAMAGED_FIX = "replace the file, or let the quarantine take it"
 # A clip may end before its header says; beyond both of these it counts as damaged, not as short.
 TOLERATED_SHORT_SHARE = 0.1
 TOLERATED_SHORT_S = 1.0
+ROUNDING_S = 5e-4
+# Of sums and products of floats; times that differ are further apart.
+FLOAT_ERROR_S = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
     raw: RawSize
     rotation: int
+    rate: float
 
 
 def video_size(file: IO[bytes]) -> RawSize:
@@ -98,6 +104,7 @@ def _header(file: IO[bytes]) -> _Header:
     try:
         with av.open(file, mode="r") as container:
             stream = _video_stream(container)
+            rate = _rate(stream)
             first = next(iter(container.decode(stream)), None)
             if first is None:
                 raise SampleError("clip has no frame that can be decoded", fix=DAMAGED_FIX)
@@ -112,9 +119,10 @@ def _header(file: IO[bytes]) -> _Header:
         raise _damaged(error) from error
     if rotation % 180:
         height, width = width, height
-    return _Header(
-        RawSize(height=height, width=width, num_frames=max(1, num_frames), duration_s=duration_s), rotation
-    )
+    # A rounded start of the last frame and its rounded length.
+    duration_s = _on_beat(duration_s, rate, within_s=2 * ROUNDING_S) or duration_s
+    raw = RawSize(height=height, width=width, num_frames=max(1, num_frames), duration_s=duration_s)
+    return _Header(raw, rotation, rate)
 
 
 def _video_stream(container: Any) -> Any:
@@ -125,6 +133,10 @@ def _video_stream(container: Any) -> Any:
     stream.thread_type = "SLICE"
     stream.codec_context.thread_count = 1
     return stream
+
+
+def _rate(stream: Any) -> float:
+    return float(stream.average_rate or stream.guessed_rate or 25)
 
 
 def _header_duration(container: Any, stream: Any) -> float:
@@ -145,8 +157,7 @@ def _count_packets(container: Any, stream: Any) -> tuple[int, float]:
             end = start + float((packet.duration or 0) * packet.time_base)
             first = start if first is None else min(first, start)
             last = max(last, end)
-    rate = float(stream.average_rate or stream.guessed_rate or 25)
-    return count, last - first if first is not None and last > first else count / rate
+    return count, last - first if first is not None and last > first else count / _rate(stream)
 
 
 def _shown_pyav(
@@ -159,14 +170,12 @@ def _shown_pyav(
     try:
         with av.open(io.BytesIO(data), mode="r") as container:
             stream = _video_stream(container)
-            rate = float(stream.average_rate or stream.guessed_rate or 25)
             for number, frame in enumerate(container.decode(stream)):
-                start = number / rate if frame.pts is None else float(frame.pts * frame.time_base)
+                start = number / header.rate if frame.pts is None else float(frame.pts * frame.time_base)
                 origin = start if previous is None else origin
                 now = start - origin
                 if previous is not None:
-                    # Half a millisecond: containers round timestamps (Matroska to 1 ms).
-                    until = int(np.searchsorted(times, now - 5e-4, side="left"))
+                    until = int(np.searchsorted(times, _first_asked(now, header.rate), side="left"))
                     if until > asked:
                         yield until - asked, previous.to_ndarray(format="rgb24")
                         asked = until
@@ -180,6 +189,18 @@ def _shown_pyav(
         return
     _check_end(now, header)
     yield len(times) - asked, previous.to_ndarray(format="rgb24")
+
+
+def _first_asked(start_s: float, rate: float) -> float:
+    """Return from when on a frame that starts at ``start_s`` counts as shown, seconds."""
+    beat = _on_beat(start_s, rate)
+    return (start_s - ROUNDING_S if beat is None else beat) - FLOAT_ERROR_S
+
+
+def _on_beat(seconds: float, rate: float, *, within_s: float = ROUNDING_S) -> float | None:
+    """Return the multiple of 1 / ``rate`` within ``within_s`` of ``seconds``, if there is one."""
+    beat = round(seconds * rate) / rate
+    return beat if abs(beat - seconds) <= within_s else None
 
 
 def _check_end(last_s: float, header: _Header) -> None:
@@ -203,7 +224,8 @@ def _shown_decord(
         starts = np.asarray(reader.get_frame_timestamp(np.arange(len(reader))), dtype=np.float64)[:, 0]
         starts -= starts[0]
         _check_end(float(starts[-1]), header)
-        chosen = np.maximum(np.searchsorted(starts, times + 5e-4, side="right") - 1, 0)
+        firsts = [_first_asked(start, header.rate) for start in starts.tolist()]
+        chosen = np.maximum(np.searchsorted(firsts, times, side="right") - 1, 0)
         pictures = reader.get_batch(chosen).asnumpy()
     except (decord.DECORDError, IndexError) as error:
         raise _damaged(error) from error
