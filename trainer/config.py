@@ -202,6 +202,8 @@ class ModelConfig(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if problem := self.sizes.vision.bounds_problem:
+            raise ValueError(f"sizes.vision.{problem}")
         if self.vision.window % self.sizes.vision.factor:
             raise ValueError(
                 f"vision.window {self.vision.window} is not a multiple of sizes.vision.patch x merge = "

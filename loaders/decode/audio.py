@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from omni_pipeline.core.errors import SampleError
 from omni_pipeline.core.sample import RawSize
-from omni_pipeline.core.sizes import HOP_SAMPLES, SAMPLE_RATE, AudioSizes
+from omni_pipeline.core.sizes import HOP_SAMPLES, SAMPLE_RATE, AudioSizes, num_mel_frames
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -69,7 +69,7 @@ def decode_audio(data: bytes, mel_frames: int, sizes: AudioSizes, *, suffix: str
         import soxr  # only recordings of another rate need it
 
         waves = np.asarray(soxr.resample(waves, rate, SAMPLE_RATE), dtype=np.float32)
-    found = max(4, -(-len(waves) // HOP_SAMPLES))
+    found = int(num_mel_frames(np.asarray(len(waves))))
     if abs(found - mel_frames) > TOLERATED_FRAMES:
         raise SampleError(
             f"recording gives {found} mel frames, the index says {mel_frames}",

@@ -27,11 +27,18 @@ SAMPLE_RATE = 16_000
 HOP_SAMPLES = 160
 # One row: a convolution of stride 2, then the mean of a pair.
 MEL_FRAMES_PER_ROW = 4
+# The fewest that make a row; a shorter recording is followed by silence.
+MIN_MEL_FRAMES = 3
 
 IntArray = npt.NDArray[np.int64]
 IntT = TypeVar("IntT", int, IntArray)
 RawArrays = Mapping[str, npt.NDArray[Any]]
 """Raw sizes of many members: arrays of equal length by field name of ``RawSize``."""
+_BOUNDS = (
+    ("min_pixels", "max_pixels"),
+    ("video_min_pixels", "video_max_pixels"),
+    ("video_min_frames", "video_max_frames"),
+)
 Problems = dict[int, SampleError]
 """By place: why this one has no size."""
 
@@ -47,9 +54,21 @@ class VisionSizes(BaseModel):
     min_pixels: int = Field(56 * 56, ge=1, description="Smallest image area after resizing, pixels.")
     max_pixels: int = Field(1280 * 28 * 28, ge=1, description="Largest image area after resizing, pixels.")
     video_fps: float = Field(2.0, gt=0, description="Frames sampled per second of video.")
+    video_min_frames: int = Field(
+        4, ge=1, description="Fewest frames sampled from one video, as far as it has them."
+    )
     video_max_frames: int = Field(768, ge=1, description="Most frames sampled from one video.")
+    video_min_pixels: int = Field(
+        128 * 28 * 28, ge=1, description="Smallest area of one video frame after resizing, pixels."
+    )
     video_max_pixels: int = Field(
         768 * 28 * 28, ge=1, description="Largest area of one video frame after resizing, pixels."
+    )
+    video_total_pixels: int | None = Field(
+        None,
+        ge=1,
+        description="Largest area of all temporal patches of one video together after resizing, pixels; "
+        "frames are not made smaller than 1.05 x video_min_pixels for it. Default: no bound.",
     )
 
     @property
@@ -61,6 +80,15 @@ class VisionSizes(BaseModel):
     def patch_s(self) -> float:
         """Time that one temporal patch of a video stands for, seconds."""
         return self.temporal_patch / self.video_fps
+
+    @property
+    def bounds_problem(self) -> str | None:
+        """Which lower bound is above its upper one. A preset may still fill them, so whole models check."""
+        for low, high in _BOUNDS:
+            least, most = getattr(self, low), getattr(self, high)
+            if least > most:
+                return f"{low} {least} is above {high} {most}; set both"
+        return None
 
 
 class AudioSizes(BaseModel):
@@ -82,13 +110,14 @@ class ModelSizes(BaseModel):
 
 
 def resized_sides(
-    height: IntArray, width: IntArray, *, factor: int, min_pixels: int, max_pixels: int
+    height: IntArray, width: IntArray, *, factor: int, min_pixels: int, max_pixels: int | IntArray
 ) -> tuple[IntArray, IntArray, Problems]:
     """Return (heights, widths) in pixels, multiples of ``factor``, areas within the budget, aspects kept.
 
     The rule is that of the Qwen2-VL processor: round both sides; if the area is out of bounds, scale by
-    the square root of the ratio and round down (too large) or up (too small). Pictures without area or with
-    an aspect ratio beyond 200 have a problem instead; their sides are zero.
+    the square root of the ratio and round down (too large) or up (too small). A side that rounds to nothing
+    makes the area too small, however long the other. Pictures without area or with an aspect ratio beyond
+    200 have a problem instead; their sides are zero. ``max_pixels`` may be one number for each picture.
     """
     height, width = np.asarray(height, dtype=np.int64), np.asarray(width, dtype=np.int64)
     low, high = np.minimum(height, width), np.maximum(height, width)
@@ -101,12 +130,13 @@ def resized_sides(
     if problems:
         height, width = np.where(is_bad, factor, height), np.where(is_bad, factor, width)
     sides = [height.astype(np.float64), width.astype(np.float64)]
-    fitted = [np.maximum(factor, np.rint(side / factor) * factor) for side in sides]
+    fitted = [np.rint(side / factor) * factor for side in sides]
     area = fitted[0] * fitted[1]
-    large = np.flatnonzero(area > max_pixels)
-    small = np.flatnonzero((area < min_pixels) & (area <= max_pixels))
+    most = np.broadcast_to(max_pixels, area.shape)
+    large = np.flatnonzero(area > most)
+    small = np.flatnonzero((area < min_pixels) & (area <= most))
     if len(large):
-        shrink = np.sqrt(sides[0][large] * sides[1][large] / max_pixels)
+        shrink = np.sqrt(sides[0][large] * sides[1][large] / most[large])
         for side, out in zip(sides, fitted, strict=True):
             out[large] = np.maximum(factor, np.floor(side[large] / shrink / factor) * factor)
     if len(small):
@@ -139,33 +169,44 @@ def num_sampled_frames(
 ) -> IntArray:
     """Return how many frames are taken of each video: a multiple of ``temporal_patch``, at least one patch.
 
-    A clip shorter than that repeats its last frame, so the number never depends on the decode.
+    As the Qwen2-VL processor: those of ``video_fps``, at least ``video_min_frames``, then at most
+    ``video_max_frames`` and what the clip has, rounded down. A clip shorter than one patch repeats its last
+    frame, so the number never depends on the decode.
     """
     most = np.minimum(num_frames, sizes.video_max_frames).astype(np.float64)
     # A header may say any duration: fmin passes by one that is no number.
     with np.errstate(over="ignore"):
         asked = np.floor(np.asarray(duration_s) * sizes.video_fps)
-    wanted = np.fmax(np.fmin(asked, most), 0).astype(np.int64)
+    wanted = np.minimum(np.maximum(np.fmin(asked, most), sizes.video_min_frames), most).astype(np.int64)
     whole: IntArray = np.maximum(sizes.temporal_patch, wanted - wanted % sizes.temporal_patch)
     return whole
 
 
 def image_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]:
     """Return the patch grids int64 [n, 3], (1, rows, columns) each, of still images."""
-    rows, columns, problems = _sides_in_patches(raw, sizes, max_pixels=sizes.max_pixels)
+    rows, columns, problems = _sides_in_patches(
+        raw, sizes, min_pixels=sizes.min_pixels, max_pixels=sizes.max_pixels
+    )
     return _grids(np.ones_like(rows), rows, columns), problems
 
 
 def video_grids(raw: RawArrays, sizes: VisionSizes) -> tuple[IntArray, Problems]:
     """Return the patch grids int64 [n, 3], (temporal patches, rows, columns) each, of videos."""
-    rows, columns, problems = _sides_in_patches(raw, sizes, max_pixels=sizes.video_max_pixels)
     frames = num_sampled_frames(raw["num_frames"], raw["duration_s"], sizes)
+    rows, columns, problems = _sides_in_patches(
+        raw, sizes, min_pixels=sizes.video_min_pixels, max_pixels=_frame_pixels(frames, sizes)
+    )
     return _grids(frames // sizes.temporal_patch, rows, columns), problems
 
 
 def resampled_length(num_samples: IntT, sample_rate: IntT) -> IntT:
     """Return the audio samples at 16 kHz of ``num_samples`` at ``sample_rate`` Hz (rounded up)."""
     return -(-num_samples * SAMPLE_RATE // sample_rate)
+
+
+def num_mel_frames(num_samples: IntArray) -> IntArray:
+    """Return the mel frames of recordings of ``num_samples`` at 16 kHz: every 10 ms begun, at least 3."""
+    return np.maximum(-(-num_samples // HOP_SAMPLES), MIN_MEL_FRAMES)
 
 
 def audio_grids(raw: RawArrays, sizes: AudioSizes) -> tuple[IntArray, Problems]:
@@ -179,7 +220,7 @@ def audio_grids(raw: RawArrays, sizes: AudioSizes) -> tuple[IntArray, Problems]:
     duration_s = num_samples / np.maximum(sample_rate, 1)
     is_good = ~is_empty & (duration_s <= sizes.max_duration_s)
     length = resampled_length(np.where(is_good, num_samples, 1), np.maximum(sample_rate, 1))
-    frames = np.maximum(-(-length // HOP_SAMPLES), 4)
+    frames = num_mel_frames(length)
     problems = {
         place: _no_samples() if is_empty[place] else _too_long(float(duration_s[place]), sizes)
         for place in np.flatnonzero(~is_good).tolist()
@@ -235,15 +276,23 @@ def media_rows(modality: Modality, grid: tuple[int, int, int], sizes: ModelSizes
     return int(grid_rows(modality, np.array([grid], dtype=np.int64), sizes)[0])
 
 
+def _frame_pixels(num_frames: IntArray, sizes: VisionSizes) -> int | IntArray:
+    """Return the most pixels of a frame after resizing: its share of the bound for the whole video, too."""
+    if sizes.video_total_pixels is None:
+        return sizes.video_max_pixels
+    share = sizes.video_total_pixels * sizes.temporal_patch // num_frames
+    return np.maximum(np.minimum(share, sizes.video_max_pixels), int(sizes.video_min_pixels * 1.05))
+
+
 def _sides_in_patches(
-    raw: RawArrays, sizes: VisionSizes, *, max_pixels: int
+    raw: RawArrays, sizes: VisionSizes, *, min_pixels: int, max_pixels: int | IntArray
 ) -> tuple[IntArray, IntArray, Problems]:
     """Return rows and columns of patches after resizing, int64 [n] each."""
     height, width, problems = resized_sides(
         raw["height"],
         raw["width"],
         factor=sizes.factor,
-        min_pixels=sizes.min_pixels,
+        min_pixels=min_pixels,
         max_pixels=max_pixels,
     )
     return height // sizes.patch, width // sizes.patch, problems

@@ -45,8 +45,7 @@ def plain_resize(
     height: int, width: int, *, factor: int, min_pixels: int, max_pixels: int
 ) -> tuple[int, int]:
     """The rule of the Qwen2-VL processor for one picture, in Python numbers."""
-    new_height = max(factor, round(height / factor) * factor)
-    new_width = max(factor, round(width / factor) * factor)
+    new_height, new_width = round(height / factor) * factor, round(width / factor) * factor
     if new_height * new_width > max_pixels:
         scale = math.sqrt(height * width / max_pixels)
         new_height = max(factor, math.floor(height / scale / factor) * factor)
@@ -60,9 +59,9 @@ def plain_resize(
 
 def plain_frames(num_frames: int, duration_s: float, sizes: VisionSizes) -> int:
     """Frames taken of one video, in Python numbers; a duration that is no number tells nothing."""
-    wanted = min(num_frames, sizes.video_max_frames)
+    wanted = most = min(num_frames, sizes.video_max_frames)
     if math.isfinite(duration_s * sizes.video_fps):
-        wanted = min(wanted, math.floor(duration_s * sizes.video_fps))
+        wanted = min(max(math.floor(duration_s * sizes.video_fps), sizes.video_min_frames), most)
     return max(sizes.temporal_patch, wanted - wanted % sizes.temporal_patch)
 
 
@@ -92,9 +91,14 @@ def test_sides_are_those_of_the_plain_rule(
         assert heights[place] == widths[place] == 0
 
 
-@given(st.lists(st.tuples(st.integers(0, 2**31 - 1), seconds, sides, sides), min_size=1, max_size=20))
-def test_video_grids_are_those_of_the_plain_rule(videos: list[tuple[int, float, int, int]]) -> None:
-    sizes = ModelSizes(vision=VisionSizes(video_max_frames=63, video_fps=2.5))
+@given(
+    st.lists(st.tuples(st.integers(0, 2**31 - 1), seconds, sides, sides), min_size=1, max_size=20),
+    st.one_of(st.none(), st.integers(1, 10**8)),
+)
+def test_video_grids_are_those_of_the_plain_rule(
+    videos: list[tuple[int, float, int, int]], total: int | None
+) -> None:
+    sizes = ModelSizes(vision=VisionSizes(video_max_frames=63, video_fps=2.5, video_total_pixels=total))
     vision = sizes.vision
     raws = [RawSize(num_frames=n, duration_s=t, height=h, width=w) for n, t, h, w in videos]
     arrays = {name: np.array([getattr(raw, name) for raw in raws]) for name in RawSize.__dataclass_fields__}
@@ -103,10 +107,13 @@ def test_video_grids_are_those_of_the_plain_rule(videos: list[tuple[int, float, 
     for place, raw in enumerate(raws):
         if place in problems:
             continue
-        height, width = plain_resize(
-            raw.height, raw.width, factor=28, min_pixels=vision.min_pixels, max_pixels=vision.video_max_pixels
-        )
         time = plain_frames(raw.num_frames, raw.duration_s, vision) // 2
+        most = vision.video_max_pixels
+        if total is not None:
+            most = max(min(most, total // time), int(1.05 * vision.video_min_pixels))
+        height, width = plain_resize(
+            raw.height, raw.width, factor=28, min_pixels=vision.video_min_pixels, max_pixels=most
+        )
         assert grids[place].tolist() == [time, height // 14, width // 14]
         assert media_grid(Modality.VIDEO, raw, sizes) == (time, height // 14, width // 14)
         assert rows[place] == time * (height // 28) * (width // 28)
@@ -127,11 +134,11 @@ def test_audio_grids_are_those_of_the_plain_rule(recordings: list[tuple[int, int
             assert problems[place].what == f"recording lasts {count / rate:.1f} s, limit 1000000.0 s"
         else:
             at_16_khz = math.ceil(Fraction(count * 16_000, rate))
-            assert grids[place].tolist() == [max(4, math.ceil(Fraction(at_16_khz, 160))), 1, 1]
+            assert grids[place].tolist() == [max(3, math.ceil(Fraction(at_16_khz, 160))), 1, 1]
             assert place not in problems
 
 
-@given(st.lists(st.integers(4, 40_000), max_size=20))
+@given(st.lists(st.integers(3, 40_000), max_size=20))
 def test_rows_of_many_are_the_rows_of_each(frames: list[int]) -> None:
     grids = np.array([[count, 1, 1] for count in frames], dtype=np.int64).reshape(-1, 3)
     each = [media_rows(Modality.AUDIO, (count, 1, 1), ModelSizes()) for count in frames]
@@ -179,3 +186,12 @@ def test_recordings_without_samples_or_too_long_are_refused() -> None:
         media_grid(Modality.AUDIO, RawSize(sample_rate=16_000), ModelSizes())
     with pytest.raises(SampleError, match=r"lasts 301\.0 s, limit 300\.0 s"):
         media_grid(Modality.AUDIO, RawSize(sample_rate=16_000, num_samples=301 * 16_000), ModelSizes())
+
+
+def test_a_long_clip_has_smaller_frames_where_its_area_is_bounded() -> None:
+    raw = RawSize(height=1080, width=1920, num_frames=18_000, duration_s=600.0)
+    free = media_grid(Modality.VIDEO, raw, ModelSizes())
+    # What the family's own loader allows: 90 % of 128000 rows.
+    bounded = ModelSizes(vision=VisionSizes(video_total_pixels=128_000 * 28 * 28 * 9 // 10))
+    assert free == (384, 40, 72)
+    assert media_grid(Modality.VIDEO, raw, bounded) == (384, 24, 46)

@@ -69,7 +69,7 @@ def test_a_sample_has_its_segments_in_layout_order_with_their_sizes(tmp_path: Pa
 def test_video_and_audio_are_sized_too(tmp_path: Path) -> None:
     members = {"a.mp4": video_bytes(8, width=56, height=56, fps=2), "a.wav": audio_bytes(1.0)}
     video, audio = opened(tmp_path, [members], ["mp4", "wav"]).sample(0).segments
-    assert (video.grid, video.num_rows, video.num_tokens) == ((4, 4, 4), 16, 18)
+    assert (video.grid, video.num_rows, video.num_tokens) == ((4, 24, 24), 576, 578)
     assert (audio.grid, audio.num_rows, audio.num_tokens) == ((100, 1, 1), 25, 27)
 
 

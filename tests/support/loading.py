@@ -29,7 +29,10 @@ from omni_pipeline.core.topology import Topology
 from tests.balancer.worlds import cost_model
 from tests.support.shards import caption_members, image_bytes, talk_members, write_tar
 
-SIZES = ModelSizes(vision=VisionSizes(min_pixels=28 * 28, max_pixels=56 * 56), audio=AudioSizes(num_mels=16))
+SIZES = ModelSizes(
+    vision=VisionSizes(min_pixels=28 * 28, max_pixels=56 * 56, video_min_pixels=28 * 28),
+    audio=AudioSizes(num_mels=16),
+)
 MODEL = ModelInputs(
     sizes=SIZES,
     special=ByteTokenizer.special,

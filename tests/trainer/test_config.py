@@ -120,6 +120,17 @@ def test_validation_does_not_change_the_presets() -> None:
             {"llm": {"rope_sections": [1, 1, 1]}},
             "setting 'model.llm': rope_sections (1, 1, 1) do not sum to half of head_dim 32",
         ),
+        *(
+            (
+                {"sizes": {"vision": {low: 500, high: 400}}},
+                f"setting 'model': sizes.vision.{low} 500 is above {high} 400; set both",
+            )
+            for low, high in (
+                ("min_pixels", "max_pixels"),
+                ("video_min_pixels", "video_max_pixels"),
+                ("video_min_frames", "video_max_frames"),
+            )
+        ),
         ({"llm": {"heads": 5}}, "setting 'model.llm': heads 5 is not a multiple of kv_heads 2"),
         (
             {"vision": {"layers": 1}},

@@ -16,7 +16,7 @@ from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.sizes import ModelSizes, VisionSizes, media_grid
 from tests.support.shards import grey_of, m4a_bytes, video_bytes
 
-SIZES = VisionSizes(min_pixels=28 * 28)
+SIZES = VisionSizes(video_min_pixels=28 * 28)
 LIMIT = 178_956_970
 Backend = Literal["pyav", "decord"]
 
@@ -100,7 +100,7 @@ def test_odd_sides_are_decoded() -> None:
 
 
 def test_the_planned_sides_are_met() -> None:
-    small = VisionSizes(video_max_pixels=56 * 84, min_pixels=28 * 28)
+    small = VisionSizes(video_max_pixels=56 * 84, video_min_pixels=28 * 28)
     frames = frames_of(video_bytes(4, width=240, height=160), 4, sizes=small)
     assert frames.shape == (4, 56, 84, 3)
     assert numbers_of(frames) == [0, 1, 2, 3]
