@@ -1,8 +1,11 @@
 """Cross entropy of the next token, summed, without ever holding all logits.
 
-Positions run in chunks whose logits are made again in backward (Chen et al. 2016, sublinear memory), so the
-peak is chunk_size x vocabulary instead of positions x vocabulary. The *sum* is returned: dividing by the
-count of the global batch is the step's business, so that no placement of samples can change the loss.
+Positions run in chunks, so the peak is a few times ``LOGITS_AT_ONCE`` instead of positions x vocabulary. The
+gradient of a chunk is made beside its loss, while its logits are there: the sum of losses has one gradient
+coming back, a number, and everything before it is linear in that. So nothing of a chunk is kept, and nothing
+made again (Hsu et al. 2024, Liger Kernel; recomputing the logits would be a fourth product beside three).
+The *sum* is returned: dividing by the count of the global batch is the step's business, so that no placement
+of samples can change the loss.
 
 Evaluation wants the loss of each position instead, without gradients: again one chunk of logits at a time.
 
@@ -11,12 +14,23 @@ Shapes: S positions, D width, V vocabulary.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
 from omni_pipeline.core.batch import IGNORE_LABEL
+
+LOGITS_AT_ONCE = 1 << 26
+"""Of one chunk: 256 MiB in float32. At a vocabulary of 152,064 a chunk has 441 positions: enough for products
+at full rate, and little beside the gradient of such a head."""
+
+
+def chunk_size_for(vocabulary: int) -> int:
+    """Return how many positions make a chunk, at least 1."""
+    return max(1, LOGITS_AT_ONCE // vocabulary)
 
 
 def chunked_cross_entropy(
@@ -33,18 +47,11 @@ def chunked_cross_entropy(
     Returns:
         float32 scalar (float64 if ``hidden_SD`` is), and int64 [S] without gradient.
     """
-    wide = torch.float64 if hidden_SD.dtype == torch.float64 else torch.float32
-    loss_sum = hidden_SD.new_zeros((), dtype=wide)
-    predictions = []
-    for hidden, labels in zip(
-        torch.split(hidden_SD, chunk_size), torch.split(labels_S, chunk_size), strict=True
-    ):
-        loss, predicted = checkpoint(
-            _chunk_loss, hidden, weight_VD, labels, wide, use_reentrant=False, preserve_rng_state=False
-        )
-        loss_sum = loss_sum + loss
-        predictions.append(predicted)
-    return loss_sum, torch.cat(predictions)
+    with_gradient = torch.is_grad_enabled() and (hidden_SD.requires_grad or weight_VD.requires_grad)
+    found: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_SD, weight_VD, labels_S, chunk_size, with_gradient
+    )
+    return found
 
 
 @torch.no_grad()
@@ -59,20 +66,96 @@ def token_losses(
     Returns:
         float32 [S] (float64 if ``hidden_SD`` is), 0 without a label; and int64 [S].
     """
-    wide = torch.float64 if hidden_SD.dtype == torch.float64 else torch.float32
     losses, predictions = [], []
     for hidden, labels in zip(
         torch.split(hidden_SD, chunk_size), torch.split(labels_S, chunk_size), strict=True
     ):
-        logits_SV = F.linear(hidden, weight_VD).to(wide)
+        logits_SV = _logits(hidden, weight_VD)
         losses.append(F.cross_entropy(logits_SV, labels, ignore_index=IGNORE_LABEL, reduction="none"))
         predictions.append(logits_SV.argmax(dim=-1))
     return torch.cat(losses), torch.cat(predictions)
 
 
-def _chunk_loss(
-    hidden_SD: Tensor, weight_VD: Tensor, labels_S: Tensor, wide: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    logits_SV = F.linear(hidden_SD, weight_VD).to(wide)
-    loss = F.cross_entropy(logits_SV, labels_S, ignore_index=IGNORE_LABEL, reduction="sum")
-    return loss, logits_SV.detach().argmax(dim=-1)
+class _ChunkedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SD: Tensor,
+        weight_VD: Tensor,
+        labels_S: Tensor,
+        chunk_size: int,
+        with_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        needs_hidden, needs_weight = (with_gradient and needed for needed in ctx.needs_input_grad[:2])
+        hidden_grad_SD = torch.empty_like(hidden_SD) if needs_hidden else None
+        weight_grad_VD = torch.zeros_like(weight_VD) if needs_weight else None
+        predictions_S = torch.empty_like(labels_S)
+        loss_sum = hidden_SD.new_zeros((), dtype=_wide(hidden_SD))
+        for start in range(0, len(labels_S), chunk_size):
+            rows = slice(start, start + chunk_size)
+            # A function of its own, so that nothing of a chunk lives into the next one.
+            grad_SV = _run_chunk(
+                hidden_SD[rows],
+                weight_VD,
+                labels_S[rows],
+                loss_sum=loss_sum,
+                predictions_S=predictions_S[rows],
+                with_gradient=needs_hidden or needs_weight,
+            )
+            if hidden_grad_SD is not None:
+                torch.mm(grad_SV, weight_VD, out=hidden_grad_SD[rows])
+            if weight_grad_VD is not None:
+                weight_grad_VD.addmm_(grad_SV.T, hidden_SD[rows])
+            del grad_SV
+        ctx.save_for_backward(hidden_grad_SD, weight_grad_VD)
+        ctx.mark_non_differentiable(predictions_S)
+        return loss_sum, predictions_S
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden_grad_SD, weight_grad_VD = ctx.saved_tensors
+        return _scaled(hidden_grad_SD, scale), _scaled(weight_grad_VD, scale), None, None, None
+
+
+def _run_chunk(
+    hidden_SD: Tensor,
+    weight_VD: Tensor,
+    labels_S: Tensor,
+    *,
+    loss_sum: Tensor,
+    predictions_S: Tensor,
+    with_gradient: bool,
+) -> Tensor:
+    """Add to ``loss_sum``, write ``predictions_S``, and return the gradient by the logits, if asked for."""
+    logits_SV = _logits(hidden_SD, weight_VD)
+    torch.argmax(logits_SV, dim=-1, out=predictions_S)
+    log_probs_SV = F.log_softmax(logits_SV, dim=-1)
+    has_label_S1 = labels_S.unsqueeze(1) != IGNORE_LABEL
+    label_S1 = labels_S.unsqueeze(1).clamp_min(0)
+    loss_sum -= log_probs_SV.gather(1, label_S1).masked_fill(~has_label_S1, 0).sum()
+    if not with_gradient:
+        return log_probs_SV
+    # The gradient is the probabilities, less one at the label. One index a row: nothing collides.
+    grad_SV = log_probs_SV.exp_().scatter_add_(1, label_S1, -torch.ones_like(log_probs_SV[:, :1]))
+    return grad_SV.masked_fill_(~has_label_S1, 0).to(hidden_SD.dtype)
+
+
+def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
+    """Multiply in the type of ``scale``, by blocks: in bfloat16 a scale of 1 / tokens would lose 16 bits."""
+    if gradient is None:
+        return None
+    scaled = torch.empty_like(gradient)
+    block = chunk_size_for(gradient.shape[1])
+    for rows, out in zip(torch.split(gradient, block), torch.split(scaled, block), strict=True):
+        torch.mul(rows.to(scale.dtype), scale, out=out)
+    return scaled
+
+
+def _logits(hidden_SD: Tensor, weight_VD: Tensor) -> Tensor:
+    return F.linear(hidden_SD, weight_VD).to(_wide(hidden_SD))
+
+
+def _wide(hidden_SD: Tensor) -> torch.dtype:
+    """Return the type in which losses are computed and summed."""
+    return torch.float64 if hidden_SD.dtype == torch.float64 else torch.float32

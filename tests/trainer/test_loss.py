@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainer.loss import chunked_cross_entropy, token_losses
+from trainer.loss import LOGITS_AT_ONCE, chunk_size_for, chunked_cross_entropy, token_losses
 
 
 @pytest.fixture(autouse=True)
@@ -89,28 +91,87 @@ def test_half_precision_sums_in_float32() -> None:
     torch.testing.assert_close(loss, plain)
 
 
-class _LargestTensor(TorchDispatchMode):
-    numel = 0
+def test_the_gradient_of_half_precision_is_scaled_in_float32() -> None:
+    hidden, weight, labels = _inputs(9, seed=1, dtype=torch.bfloat16)
+    loss, _ = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
+    whole = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    thirds = torch.autograd.grad(loss / 3, (hidden, weight))
+    for one, third in zip(whole, thirds, strict=True):
+        assert torch.equal(third, (one.float() / 3).to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_what_needs_no_gradient_costs_none(frozen: int) -> None:
+    inputs = _inputs(9, seed=2)
+    inputs[frozen].requires_grad_(False)
+    with _Live() as live:
+        loss, _ = chunked_cross_entropy(*inputs, chunk_size=4)
+        loss.backward()
+    assert inputs[frozen].grad is None
+    assert inputs[1 - frozen].grad is not None
+    assert live.calls["mm"] + live.calls["addmm_"] == 3 + 3, "for each chunk the logits and one gradient"
+    with torch.no_grad(), _Live() as live:
+        loss, _ = chunked_cross_entropy(*_inputs(9, seed=2), chunk_size=4)
+    assert not loss.requires_grad
+    assert live.calls["mm"] == 3
+    assert live.calls["exp_"] == 0
+
+
+class _Live(TorchDispatchMode):
+    """Counts calls by name, and the numbers in tensors made meanwhile that are alive at one time."""
+
+    def __init__(self, *inputs: torch.Tensor) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self.calls: Counter[str] = Counter()
+        self._storages = {tensor.untyped_storage().data_ptr() for tensor in inputs}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        self.calls[func._schema.name.removeprefix("aten::")] += 1
         for tensor in out if isinstance(out, tuple | list) else (out,):
             if isinstance(tensor, torch.Tensor):
-                self.numel = max(self.numel, tensor.numel())
+                self._see(tensor.untyped_storage(), tensor.element_size())
         return out
 
+    def _see(self, storage: torch.UntypedStorage, width: int) -> None:
+        key, numel = storage.data_ptr(), storage.nbytes() // width
+        if numel and key not in self._storages:
+            self._storages.add(key)
+            self.now += numel
+            self.peak = max(self.peak, self.now)
+            weakref.finalize(storage, self._forget, key, numel)
 
-def test_all_logits_never_exist_at_once() -> None:
-    hidden = torch.randn(64, 4, requires_grad=True)
-    weight = torch.randn(50, 4, requires_grad=True)
-    with _LargestTensor() as largest:
-        loss, _ = chunked_cross_entropy(hidden, weight, torch.zeros(64, dtype=torch.int64), chunk_size=8)
-        loss.backward()
-    assert largest.numel == 8 * 50
+    def _forget(self, key: int, numel: int) -> None:
+        self._storages.discard(key)
+        self.now -= numel
+
+
+@pytest.mark.parametrize("chunk_size", [4, 16])
+def test_memory_of_forward_and_backward_is_that_of_one_chunk(chunk_size: int) -> None:
+    positions, width, vocabulary = 128, 4, 2000
+    hidden = torch.randn(positions, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    labels = torch.zeros(positions, dtype=torch.int64)
+    with _Live(hidden, weight, labels) as live:
+        loss, _ = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size)
+        kept = live.now
+        (loss / 7).backward()
+    gradients = hidden.numel() + weight.numel()
+    small = 4 * positions
+    assert kept <= gradients + small
+    # Logits and their log-softmax, which becomes the gradient; or the gradients, and those scaled.
+    assert live.peak <= max(2 * chunk_size * vocabulary + gradients, 2 * gradients) + small
+    assert live.peak < positions * vocabulary / 2
 
 
 def test_all_logits_never_exist_at_once_for_the_losses_of_positions_either() -> None:
     hidden, weight = torch.randn(64, 4), torch.randn(50, 4)
-    with _LargestTensor() as largest:
+    with _Live(hidden, weight) as live:
         token_losses(hidden, weight, torch.zeros(64, dtype=torch.int64), chunk_size=8)
-    assert largest.numel == 8 * 50
+    assert live.peak < 64 * 50 / 2
+
+
+def test_a_chunk_has_as_many_positions_as_its_logits_may_be() -> None:
+    assert chunk_size_for(152_064) == 441
+    assert chunk_size_for(LOGITS_AT_ONCE + 1) == 1

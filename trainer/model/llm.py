@@ -17,15 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import LlmConfig
-from trainer.loss import chunked_cross_entropy, token_losses
+from trainer.loss import chunk_size_for, chunked_cross_entropy, token_losses
 from trainer.model.attention import Integers, Segments, attend
 from trainer.model.expert_balance import RoutedSamples, RouterSums
 from trainer.model.mlp import SwiGlu
 from trainer.model.moe import SparseMlp
 from trainer.model.norm import RMSNorm
 from trainer.model.rotary import Rotary, mrope
-
-LOSS_CHUNK = 1024
 
 
 class LlmOutput(NamedTuple):
@@ -170,10 +168,11 @@ class Llm(nn.Module):
             of_layers += [] if sums is None else [sums]
         hidden_SD = self.norm(x_SD)
         weight_VD = self.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
+        chunk_size = chunk_size_for(weight_VD.shape[0])
         if with_losses:
-            losses_S, predictions_S = token_losses(hidden_SD, weight_VD, labels_S, chunk_size=LOSS_CHUNK)
+            losses_S, predictions_S = token_losses(hidden_SD, weight_VD, labels_S, chunk_size=chunk_size)
             return LlmOutput(losses_S.sum(), predictions_S, hidden_SD, losses_S)
-        loss_sum, predictions_S = chunked_cross_entropy(hidden_SD, weight_VD, labels_S, chunk_size=LOSS_CHUNK)
+        loss_sum, predictions_S = chunked_cross_entropy(hidden_SD, weight_VD, labels_S, chunk_size=chunk_size)
         output = LlmOutput(loss_sum, predictions_S, hidden_SD)
         if samples is None:
             return output
