@@ -141,7 +141,8 @@ def activation_values(shape: TransformerShape, *, num_positions: int, num_rows: 
     expert = 2 * shape.hidden + inner * shape.expert_ffn
     sparse = attention + shape.active_experts * expert + 2 * shape.num_experts
     if recompute:
-        layers = shape.layers * shape.hidden + (max(dense, sparse) if shape.sparse_layers else dense)
+        largest = max(dense if shape.dense_layers else 0, sparse if shape.sparse_layers else 0)
+        layers = shape.layers * shape.hidden + largest
     else:
         layers = shape.dense_layers * dense + shape.sparse_layers * sparse
     output = sum(shape.output_widths[:-1])

@@ -59,8 +59,9 @@ def test_activations_are_those_of_the_rows_of_active_experts() -> None:
     assert kept == TOKENS * (dense + 2 * sparse)
     again = activation_values(SPARSE, num_positions=TOKENS, num_rows=0, recompute=True)
     assert again == TOKENS * (3 * D + max(dense, sparse))
-    dense_again = activation_values(DENSE, num_positions=TOKENS, num_rows=0, recompute=True)
-    assert dense_again == TOKENS * (3 * D + dense)
+    for wide, layer in ((DENSE, dense), (replace(SPARSE, sparse_layers=3, ffn=1000), sparse)):
+        again = activation_values(wide, num_positions=TOKENS, num_rows=0, recompute=True)
+        assert again == TOKENS * (3 * D + layer)
 
 
 @pytest.mark.parametrize("sparse_layers", [1, 3])
