@@ -181,7 +181,7 @@ def test_half_precision_runs_with_rows_on_one_rank_only() -> None:
 
 def test_experts_and_routers_decay_and_norms_of_queries_and_keys_do_not() -> None:
     llm = _model().llm
-    groups = build_optimizer({"llm": llm}, OptimizerConfig(weight_decay=0.3)).param_groups
+    groups = build_optimizer({"llm": llm.parameters()}, OptimizerConfig(weight_decay=0.3)).param_groups
     decays = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
     of_name = {name: decays[id(p)] for name, p in llm.layers[0].named_parameters()}
     assert {name: of_name[name] for name in of_name if "mlp" in name or "_norm" in name} == {
