@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from loaders.assemble import ModelInputs, Piece, assemble_microbatch, pieces_of, sample_tokens, segment_of
 from loaders.decode.text import ByteTokenizer
-from omni_pipeline.core.batch import Batch
+from omni_pipeline.core.batch import IGNORE_LABEL, Batch
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Modality, Sample
 from omni_pipeline.core.seeding import generator
@@ -30,6 +30,7 @@ from trainer.config import ModelConfig
 from trainer.model.omni import OmniModel, build_model
 from trainer.reshard import reshard
 from trainer.weights.names import THINKER_IN_MEMORY, from_reference
+from trainer.weights.reference_config import thinker_settings
 
 SPECIAL = ByteTokenizer.special
 NUM_BYTES = 256
@@ -72,54 +73,8 @@ def make_pair(config: ModelConfig = CONFIG, *, seed: int = 0, dtype: torch.dtype
 
 def reference_config(config: ModelConfig) -> Any:
     """Return the reference's settings for a model of these sizes and the byte tokenizer."""
-    vision, audio, llm, sizes = config.vision, config.audio, config.llm, config.sizes
-    return transformers.Qwen2_5OmniThinkerConfig(
-        vision_config={
-            "depth": vision.layers,
-            "hidden_size": vision.hidden,
-            "intermediate_size": vision.intermediate,
-            "num_heads": vision.heads,
-            "patch_size": sizes.vision.patch,
-            "spatial_merge_size": sizes.vision.merge,
-            "temporal_patch_size": sizes.vision.temporal_patch,
-            "window_size": vision.window,
-            "fullatt_block_indexes": list(vision.full_attention_layers),
-            "out_hidden_size": llm.hidden,
-            "rope_parameters": {"rope_type": "axial", "rope_theta": vision.rope_theta},
-        },
-        audio_config={
-            "num_mel_bins": sizes.audio.num_mels,
-            "encoder_layers": audio.layers,
-            "encoder_attention_heads": audio.heads,
-            "encoder_ffn_dim": audio.intermediate,
-            "d_model": audio.hidden,
-            "n_window": audio.chunk // 2,
-            "output_dim": llm.hidden,
-        },
-        text_config={
-            "vocab_size": llm.vocab_size,
-            "hidden_size": llm.hidden,
-            "intermediate_size": llm.intermediate,
-            "num_hidden_layers": llm.layers,
-            "num_attention_heads": llm.heads,
-            "num_key_value_heads": llm.kv_heads,
-            "rms_norm_eps": llm.norm_eps,
-            "tie_word_embeddings": llm.tied_head,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": llm.rope_theta,
-                "mrope_section": list(llm.rope_sections),
-            },
-        },
-        tie_word_embeddings=llm.tied_head,
-        image_token_index=SPECIAL.image,
-        video_token_index=SPECIAL.video,
-        audio_token_index=SPECIAL.audio,
-        audio_start_token_id=SPECIAL.audio_start,
-        audio_end_token_id=SPECIAL.audio_end,
-        vision_start_token_id=SPECIAL.vision_start,
-        vision_end_token_id=SPECIAL.vision_end,
-    )
+    settings = thinker_settings(config, like={}, special=asdict(SPECIAL), dtype="float32")
+    return transformers.Qwen2_5OmniThinkerConfig(**settings)
 
 
 def assert_equal(actual: Tensor, expected: Tensor, *, what: str = "") -> None:
@@ -250,11 +205,24 @@ def _run_alone(pair: Pair, sample: Sample) -> Ran:
         inputs["feature_attention_mask"] = (
             torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
         ).long()
-    _, labels = sample_tokens(sample, texts_of(sample), special=SPECIAL)
-    # It shifts labels by itself: its label of a position is the token there.
     has_tracks = any(segment.is_track for segment in sample.segments)
-    out = pair.theirs(**inputs, labels=torch.from_numpy(labels).roll(1)[None], use_audio_in_video=has_tracks)
+    labels = _reference_labels(sample, inputs["input_ids"][0])
+    out = pair.theirs(**inputs, labels=labels[None], use_audio_in_video=has_tracks)
     return Ran([out.logits[0]], out.loss, leaves)
+
+
+def _reference_labels(sample: Sample, tokens: Tensor) -> Tensor:
+    """Return the tokens that are learned, at their own places: the reference shifts them by itself."""
+    labels = torch.full_like(tokens, IGNORE_LABEL)
+    start = 0
+    for segment in sample.segments:
+        end = start + segment.num_tokens
+        if segment.loss:
+            labels[start:end] = tokens[start:end]
+        start = end
+    if any(segment.loss for segment in sample.segments):
+        labels[start] = tokens[start]
+    return labels
 
 
 def pixels_of(patches: npt.NDArray[np.uint8]) -> Tensor:

@@ -175,6 +175,9 @@ _TOKENS = {
     "audio": "audio_token_index",
     "audio_start": "audio_start_token_id",
     "audio_end": "audio_end_token_id",
+    # Not among its declared settings, but its positions of pictures are counted from this token.
+    "vision_start": "vision_start_token_id",
+    "vision_end": "vision_end_token_id",
 }
 """Our role of a special token: the setting of a thinker that holds its id."""
 
