@@ -25,6 +25,7 @@ from trainer.model.audio import AudioEncoder
 from trainer.model.llm import Llm
 from trainer.model.vision import VisionEncoder
 from trainer.parallel.config import Precision
+from trainer.parallel.sharding import DTYPES
 
 Grid = tuple[int, int, int]
 Progress = Callable[[str, float], None]
@@ -34,7 +35,6 @@ MAX_ROUNDS = 9
 MAX_MICROBATCHES = 24
 COUNTS = (1, 2, 4, 8, 16, 32)
 NUM_SIZES = 6
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,8 @@ from omni_pipeline.app.run_config import ENCODERS, RunConfig
 from trainer.agreement import all_or_none
 from trainer.machine_rates import LinkRate, copy_bytes_per_s, kernel_start_s, link_rates, product_rates
 from trainer.parallel.mesh import backend_for, pick_device
-from trainer.part_times import DTYPES, Part, PartTime, Progress, part_grids
+from trainer.parallel.sharding import DTYPES
+from trainer.part_times import Part, PartTime, Progress, part_grids
 
 HARDWARE_FILE, COSTS_FILE = "hardware.toml", "costs.json"
 TOKENS = tuple(1 << power for power in range(4, 15))

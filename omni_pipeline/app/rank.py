@@ -57,11 +57,13 @@ from trainer.checkpoint_files import is_complete, latest
 from trainer.colocation import colocate, omni_anchors, parameters_by_part
 from trainer.evaluation import evaluate
 from trainer.loop import LoopSettings, TrainEnd, train
+from trainer.model.attention import KERNEL_WORDS, attention_kernel
 from trainer.model.blocks import recompute_blocks
 from trainer.model.omni import build_model
 from trainer.objective import Objective
 from trainer.optimizer import build_optimizer, learning_rate
 from trainer.parallel.mesh import backend_for, make_rank_groups, pick_device
+from trainer.parallel.sharding import DTYPES
 from trainer.parts import freeze
 from trainer.start_checks import check_parameters
 from trainer.step import Learner
@@ -170,6 +172,11 @@ class RankRun:
             precision=config.run.precision,
             seed=config.run.seed,
         )
+        if self.rank == 0:
+            kernel = attention_kernel(self.device, DTYPES[config.run.precision])
+            logger.info(
+                "attention on %s in %s: %s", self.device.type, config.run.precision, KERNEL_WORDS[kernel]
+            )
         self.learner = Learner(
             model=self.model,
             optimizer=build_optimizer(self.model.parameters_by_part, config.optimizer),

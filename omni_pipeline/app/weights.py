@@ -6,15 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from loaders.decode.text import load_tokenizer
 from omni_pipeline.core.errors import ConfigError
+from trainer.parallel.sharding import DTYPES
 from trainer.weights.exporter import Exported, ExportSettings, export_weights
 from trainer.weights.folder import Progress, WeightsFolder, open_weights
 
 Dtype = Literal["bf16", "fp32"]
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def export(

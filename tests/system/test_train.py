@@ -36,6 +36,7 @@ def test_a_killed_rank_ends_the_run_and_the_next_start_joins_exactly(tmp_path: P
     broken.mkdir()
     done = omni("train", str(make_run(whole)), "--nproc", "2")
     assert done.returncode == 0, done.stderr
+    assert done.stderr.count("attention on cpu in fp32: one SDPA call per length of segment") == 1
 
     run_file = make_run(broken)
     process = start_omni("train", str(run_file), "--nproc", "2")

@@ -1,8 +1,9 @@
 """Attention over packed sequences of any lengths, each row only with the rows of its own segment.
 
-Segments are explicit Python integers, so no device is ever asked for them. Where the device has a
-variable-length kernel (CUDA, half precision) it runs; else rows are sorted by the length of their segment and
-every length is one batched call: a thousand equal windows cost one call, not a thousand.
+Segments are explicit Python integers, so no device is ever asked for them. Device and type decide the kernel,
+see ``attention_kernel``: on CUDA in half precision one for segments of any lengths; else rows are sorted by
+the length of their segment and every length is one batched call: a thousand equal windows cost one call, not
+a thousand.
 
 Shapes: L rows, N query heads, K key and value heads (K divides N), H head width, B segments of one length.
 """
@@ -12,13 +13,26 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
+
+AttentionKernel = Literal["varlen", "grouped"]
+
+KERNEL_WORDS: dict[AttentionKernel, str] = {
+    "varlen": "one kernel for segments of any lengths",
+    "grouped": "one SDPA call per length of segment",
+}
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype) -> AttentionKernel:
+    """Return what runs attention of ``dtype`` on ``device``; the kernel for any lengths takes halves only."""
+    is_half = dtype in (torch.bfloat16, torch.float16)
+    return "varlen" if device.type == "cuda" and is_half else "grouped"
 
 
 class Integers(Protocol):
@@ -95,8 +109,7 @@ def attend(q_LNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, *, segments: Segments, c
     """
     if segments.num_rows != q_LNH.shape[0]:
         raise ValueError(f"segments cover {segments.num_rows} rows, there are {q_LNH.shape[0]}")
-    is_half = q_LNH.dtype in (torch.bfloat16, torch.float16)
-    if q_LNH.is_cuda and is_half and segments.num_rows:
+    if segments.num_rows and attention_kernel(q_LNH.device, q_LNH.dtype) == "varlen":
         return _attend_varlen(q_LNH, k_LKH, v_LKH, segments=segments, causal=causal)
     return _attend_grouped(q_LNH, k_LKH, v_LKH, segments=segments, causal=causal)
 

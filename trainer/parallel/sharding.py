@@ -14,6 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from trainer.parallel.config import ParallelConfig, Precision
 
+DTYPES: dict[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""Types of forward and backward."""
+
 
 def shard_module(
     module: nn.Module, *, mesh: DeviceMesh, precision: Precision, reshard: str = "microbatch"
@@ -27,7 +30,7 @@ def shard_module(
     """
     policy = MixedPrecisionPolicy()
     if precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[precision], reduce_dtype=torch.float32)
     for block in _blocks_of(module):
         fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard == "microbatch")
     # The root keeps its parameters after forward: the loss reads the head outside of the LLM's forward.

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.trainer.model.reference import dense_attention
-from trainer.model.attention import Segments, attend
+from trainer.model.attention import AttentionKernel, Segments, attend, attention_kernel
 
 
 def _qkv(num_rows: int, *, heads: int = 4, kv_heads: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,6 +54,20 @@ def test_equal_lengths_share_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [4, 2] * 50 + [3]
     attend(*_qkv(sum(lengths)), segments=Segments(lengths), causal=False)
     assert calls == [50, 1, 50]
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "kernel"),
+    [
+        ("cpu", torch.float32, "grouped"),
+        ("cpu", torch.bfloat16, "grouped"),
+        ("cuda", torch.float32, "grouped"),
+        ("cuda", torch.bfloat16, "varlen"),
+        ("cuda", torch.float16, "varlen"),
+    ],
+)
+def test_device_and_type_decide_the_kernel(device: str, dtype: torch.dtype, kernel: AttentionKernel) -> None:
+    assert attention_kernel(torch.device(device), dtype) == kernel
 
 
 def test_no_rows_stay_on_the_graph() -> None:
