@@ -100,10 +100,10 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face ``tokenizer.json``.
+    """A Hugging Face ``tokenizer.json``; its ids are those that transformers gives to text.
 
     Args:
-        path: The file.
+        path: The file, or a folder with it, as published or as ``save_pretrained`` writes it.
 
     Raises:
         ConfigError: The file is missing or no tokenizer, or lacks a special token.
@@ -112,7 +112,11 @@ class FileTokenizer:
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as RustTokenizer  # only runs with a tokenizer file need it
 
-        fix = "set tokenizer.path to a Hugging Face tokenizer.json, or leave it out for plain bytes"
+        fix = (
+            "set tokenizer.path to a Hugging Face tokenizer.json or a folder that has one, "
+            "or leave it out for plain bytes"
+        )
+        path = path / "tokenizer.json" if path.is_dir() else path
         try:
             data = path.read_bytes()
         except OSError as error:
@@ -167,7 +171,10 @@ def _special_tokens(vocab: dict[str, int], path: Path) -> SpecialTokens:
 
 @functools.lru_cache(maxsize=4)
 def load_tokenizer(path: Path | None = None) -> Tokenizer:
-    """Return the tokenizer of ``path`` (a ``tokenizer.json``), or the byte-level one; kept per process.
+    """Return the tokenizer of ``path``, or the byte-level one; kept per process.
+
+    Args:
+        path: A ``tokenizer.json``, or a folder with it; None for plain bytes.
 
     Raises:
         ConfigError: The file is missing or no tokenizer, or lacks a special token.

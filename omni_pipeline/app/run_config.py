@@ -44,7 +44,9 @@ class TokenizerSection(Section):
     """How text becomes tokens."""
 
     path: Path | None = Field(
-        None, description="A Hugging Face tokenizer.json; default: that of model.weights, or else bytes."
+        None,
+        description="A Hugging Face tokenizer.json or a folder with it; "
+        "default: that of model.weights, or else bytes.",
     )
 
 
