@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-import av
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -24,6 +22,7 @@ from loaders.decode.patches import unpatchify
 from loaders.decode.video import asked_times, decode_video, video_size
 from omni_pipeline.core.sample import Modality, RawSize
 from omni_pipeline.core.sizes import ModelSizes, VisionSizes, media_grid, num_sampled_frames
+from tests.support.clips import clip_of
 from tests.support.reference_library import transformers
 from trainer.model.vision import PIXEL_STD, normalise_patches
 
@@ -49,22 +48,6 @@ def reference_numbers(num_frames: int, rate: Fraction, fps: float) -> list[int]:
     known = transformers.video_utils.VideoMetadata(total_num_frames=num_frames, fps=float(rate))
     taken = processor().sample_frames(known, fps=fps).tolist()
     return taken[: len(taken) // PUBLISHED.temporal_patch * PUBLISHED.temporal_patch]
-
-
-def clip_of(frames: Sequence[Frames], rate: Fraction, *, kind: str, exact: bool = False) -> bytes:
-    """Return a clip of frames uint8 [H, W, 3]; ``exact`` loses no pixel."""
-    sink = io.BytesIO()
-    with av.open(sink, "w", format="matroska" if kind == "mkv" else kind) as container:
-        stream: Any = container.add_stream("ffv1" if exact else "libx264", rate=rate)
-        stream.height, stream.width = frames[0].shape[:2]
-        stream.pix_fmt = "bgr0" if exact else "yuv420p"
-        stream.options = {} if exact else {"preset": "ultrafast", "crf": "20"}
-        for number, pixels in enumerate(frames):
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
-            frame.pts, frame.time_base = number, 1 / rate
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode(None))
-    return sink.getvalue()
 
 
 def numbered(number: int) -> Frames:
