@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class TransformerShape:
         num_experts: Of a sparse layer.
         active_experts: Of these, those that one position passes.
         expert_ffn: Width of an expert, which is a feed-forward layer.
+        joins: Whether attention can cross the ranks that share a segment; else it is cut between frames only.
     """
 
     hidden: int
@@ -59,6 +60,8 @@ class TransformerShape:
     num_experts: int = 0
     active_experts: int = 0
     expert_ffn: int = 0
+    # It changes no cost, so not the digest either.
+    joins: bool = field(default=True, repr=False)
 
     @property
     def matrix_values(self) -> int:

@@ -96,7 +96,7 @@ def _cut_line(shape: TransformerShape, grid: tuple[int, int, int], degree: int) 
 def _cut_rows(shape: TransformerShape, grid: tuple[int, int, int], degree: int) -> Cut | None:
     total = math.prod(position_grid(shape, grid))
     num_rows = total // shape.positions_per_row
-    if num_rows < degree or shape.heads % degree or shape.kv_heads % degree:
+    if not shape.joins or num_rows < degree or shape.heads % degree or shape.kv_heads % degree:
         return None
     rows = even_runs(num_rows, degree)
     return Cut(rows=rows, positions=tuple(count * shape.positions_per_row for count in rows), grids=())

@@ -24,6 +24,7 @@ from loaders.shares import grid_of_share, units_of_share
 from omni_pipeline.core.batch import IGNORE_LABEL, EncoderInput, MicroBatch, SampleSpan, joined_segments
 from omni_pipeline.core.errors import ConfigError, PlanError
 from omni_pipeline.core.interleave import MediaLayout, sample_layout
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.plan import MediaPlacement, Pack, StepPlan
 from omni_pipeline.core.reshard import ReshardPlan
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment
@@ -67,10 +68,11 @@ class ModelInputs:
         seen: set[Modality] = set()
         for name, modalities in self.encoders.items():
             kinds = set(modalities)
-            if not kinds or seen & kinds or not (kinds <= vision or kinds == {Modality.AUDIO}):
+            is_one = len(kinds) == 1 and Modality.TEXT not in kinds
+            if not kinds or seen & kinds or not (kinds <= vision or is_one):
                 raise ConfigError(
                     f"encoder {name!r} reads {', '.join(modalities) or 'nothing'}",
-                    fix="give each encoder image and video, or audio, and each modality to one encoder",
+                    fix="give each encoder image and video, or one other, and each modality to one encoder",
                 )
             seen |= kinds
 
@@ -78,12 +80,16 @@ class ModelInputs:
         """Return the numbers per encoder input unit (patch or mel frame)."""
         if modality is Modality.AUDIO:
             return self.sizes.audio.num_mels
-        vision = self.sizes.vision
-        return RGB_CHANNELS * vision.temporal_patch * vision.patch * vision.patch
+        if modality is Modality.IMAGE or modality is Modality.VIDEO:
+            vision = self.sizes.vision
+            return RGB_CHANNELS * vision.temporal_patch * vision.patch * vision.patch
+        return KINDS[modality].unit_values
 
     def dtype(self, modality: Modality) -> np.dtype[Any]:
         """Return the type of those numbers."""
-        return np.dtype(np.float32 if modality is Modality.AUDIO else np.uint8)
+        if modality is Modality.IMAGE or modality is Modality.VIDEO:
+            return np.dtype(np.uint8)
+        return np.dtype(np.float32 if modality is Modality.AUDIO else KINDS[modality].unit_dtype)
 
     def unit_bytes(self, modality: Modality) -> int:
         """Return the bytes of one encoder input unit."""
@@ -303,11 +309,7 @@ def _texts(
 def _put_media_tokens(
     tokens: npt.NDArray[np.int64], modality: Modality, layout: MediaLayout, special: SpecialTokens
 ) -> None:
-    start, placeholder, end = {
-        Modality.IMAGE: (special.vision_start, special.image, special.vision_end),
-        Modality.VIDEO: (special.vision_start, special.video, special.vision_end),
-        Modality.AUDIO: (special.audio_start, special.audio, special.audio_end),
-    }[modality]
+    start, placeholder, end = special.around(modality)
     tokens[layout.start], tokens[layout.end] = start, end
     for first, num_rows in layout.runs:
         tokens[first : first + num_rows] = placeholder

@@ -14,11 +14,12 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from loaders.fitting import DENIED, UNUSABLE, USABLE, PackSizes
-from loaders.index_rows import ShardIndex, codes_of
+from loaders.index_rows import RAW_TYPES, ShardIndex, codes_of
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.sizes import IntArray, ModelSizes, grid_rows, media_grids
 
-MODALITIES = tuple(Modality)
+MODALITIES = KINDS.modalities
 SEGMENT = np.dtype(
     [
         ("modality", "i1"),  # place in MODALITIES; -1 for no member
@@ -37,12 +38,12 @@ SEGMENT = np.dtype(
 SegmentArray = npt.NDArray[np.void]
 StatusArray = npt.NDArray[np.int8]
 TEXT = MODALITIES.index(Modality.TEXT)
+_PICTURES = (Modality.IMAGE, Modality.VIDEO)
 _RAW = {
     Modality.IMAGE: ("height", "width"),
     Modality.VIDEO: ("height", "width", "num_frames", "duration_s"),
     Modality.AUDIO: ("num_samples", "sample_rate"),
 }
-_PLACES = {str(kind): place for place, kind in enumerate(MODALITIES)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +121,16 @@ class Sizing:
                 rows.cut[places] = np.maximum(tokens - 1, 0)
                 continue
             grids, failed = media_grids(
-                kind, {name: numbers[name][wanted] for name in _RAW[kind]}, self.sizes
+                kind, {name: numbers[name][wanted] for name in _RAW.get(kind, RAW_TYPES)}, self.sizes
             )
             time, height, width = grids.T
             num_rows = grid_rows(kind, grids, self.sizes)
             _fill(segments, places, (time, height, width), num_rows, num_rows + 2)
             rows.tokens[places] += num_rows + 2
-            units = rows.mel_frames if kind is Modality.AUDIO else rows.patches
-            units[places] += time * height * width
+            if kind is Modality.AUDIO:
+                rows.mel_frames[places] += time
+            elif kind in _PICTURES:
+                rows.patches[places] += time * height * width
             for place, error in failed.items():
                 rows.leave(place if isinstance(places, slice) else places[place], error.what)
         return segments
@@ -174,7 +177,9 @@ class _Rows:
         self.error_codes, self.errors = codes_of(index.errors)
         self.is_bad = np.array([error != "" for error in self.errors], dtype=np.bool_)[self.error_codes]
         codes, words = codes_of(index.modalities)
-        self.modalities = np.array([_PLACES.get(word, -1) for word in words], dtype=np.int8)[codes]
+        known = {str(kind): place for place, kind in enumerate(MODALITIES)}
+        places = [known.get(word, -1) for word in words]
+        self.modalities = np.array(places, dtype=np.int8)[codes]
         self.pattern = self._find_pattern()
 
     def leave(self, row: int, problem: str) -> None:

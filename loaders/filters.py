@@ -29,7 +29,6 @@ from omni_pipeline.core.sizes import IntArray
 _UNITS = ("time", "rows", "columns")
 _OF_SEGMENT = {"num_bytes": "length", "num_tokens": "num_tokens"}
 _COUNTED_AT_ONCE = 4096
-_WORDS = np.array([*MODALITIES, ""], dtype=object)
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class _BatchRows:
         segments = self._batch.segments[field]
         values: npt.NDArray[Any]
         if name == "modality":
-            values = _WORDS[segments["modality"]]
+            values = np.array([*MODALITIES, ""], dtype=object)[segments["modality"]]
         elif name in _OF_SEGMENT:
             values = segments[_OF_SEGMENT[name]].astype(np.float64)
         elif name in ("patches", "mel_frames"):

@@ -106,7 +106,7 @@ def media_units(sample: Sample) -> tuple[int, int]:
     for segment in sample.segments:
         if segment.modality is Modality.AUDIO:
             mel_frames += segment.num_units
-        elif segment.is_media:
+        elif segment.modality in (Modality.IMAGE, Modality.VIDEO):
             patches += segment.num_units
     return patches, mel_frames
 

@@ -37,19 +37,14 @@ from loaders.index_rows import (
 )
 from loaders.sources.tar import TarMember, scan_tar, split_name
 from loaders.storage import ShardStat, open_range, read_range, stat_shard
+from omni_pipeline.core.encoder_file import run_encoder_files
 from omni_pipeline.core.errors import ConfigError, OmniError, SampleError, ShardError
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.sample import Modality, RawSize
 
 logger = logging.getLogger(__name__)
 
 REPEATED = "another member of the shard has the same key and suffix"
-
-MODALITY_OF_SUFFIX: dict[str, Modality] = {
-    **dict.fromkeys(("jpg", "jpeg", "png", "webp"), Modality.IMAGE),
-    **dict.fromkeys(("mp4", "webm", "mkv", "mov"), Modality.VIDEO),
-    **dict.fromkeys(("wav", "flac", "mp3", "ogg", "opus", "m4a", "aac"), Modality.AUDIO),
-    "txt": Modality.TEXT,
-}
 
 
 @dataclass(frozen=True)
@@ -126,8 +121,8 @@ def build_index(shard: str, *, tokenizer: Tokenizer, force: bool = False) -> Ind
 
 
 def modality_of(suffix: str) -> Modality | None:
-    """Return what members of ``suffix`` hold, by its last part; None when it is not known here."""
-    return MODALITY_OF_SUFFIX.get(suffix.rpartition(".")[2].lower())
+    """Return what members of ``suffix`` hold, by its longest ending that is known; None if none is."""
+    return KINDS.modality_of(suffix)
 
 
 def _run_jobs(jobs: list[tuple[str, Path | None, bool]], *, num_workers: int) -> Iterator[IndexReport]:
@@ -135,7 +130,12 @@ def _run_jobs(jobs: list[tuple[str, Path | None, bool]], *, num_workers: int) ->
         yield from map(_index_one, jobs)
         return
     # Spawned, because the caller may have threads (a progress bar) that a fork would cut off.
-    with ProcessPoolExecutor(num_workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(
+        num_workers,
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=run_encoder_files,
+        initargs=(KINDS.files,),
+    ) as pool:
         yield from pool.map(_index_one, jobs)
 
 
@@ -223,7 +223,9 @@ def _measure_media(shard: str, member: TarMember, suffix: str, modality: Modalit
             return image_size(file)
         if modality is Modality.VIDEO:
             return video_size(file)
-        return audio_size(file, suffix=suffix.rpartition(".")[2])
+        if modality is Modality.AUDIO:
+            return audio_size(file, suffix=suffix.rpartition(".")[2])
+        return KINDS[modality].measure(file)
 
 
 def _in_range(raw: RawSize) -> RawSize:
@@ -269,6 +271,10 @@ def _current_index(shard: str) -> IndexFile | None:
     except ShardError as error:
         logger.debug("indexing %s: %s", shard, error.what)
         return None
+    for suffix, (modality, _) in file.summary.suffixes.items():
+        known = modality_of(suffix)
+        if known in KINDS.encoders and known != modality:
+            return None  # made without the encoder that reads these members
     return file
 
 

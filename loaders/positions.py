@@ -89,7 +89,7 @@ def _place_media(
 
 def _rows_block(segment: Segment, *, merge: int) -> PositionArray:
     """Return the positions of the rows of one media segment, int64 [3, num_rows] from 0."""
-    if segment.modality is Modality.AUDIO:
+    if segment.modality not in (Modality.IMAGE, Modality.VIDEO):
         return np.broadcast_to(np.arange(segment.num_rows, dtype=np.int64), (3, segment.num_rows))
     num_frames, height, width = segment.grid[0], segment.grid[1] // merge, segment.grid[2] // merge
     # Single precision, in this order, then truncated: the integers of the reference implementation.

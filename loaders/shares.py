@@ -10,7 +10,7 @@ from __future__ import annotations
 from omni_pipeline.core.errors import PlanError
 from omni_pipeline.core.plan import MediaPlacement
 from omni_pipeline.core.sample import Modality, Segment
-from omni_pipeline.core.sizes import MEL_FRAMES_PER_ROW, ModelSizes
+from omni_pipeline.core.sizes import MEL_FRAMES_PER_ROW, ModelSizes, units_per_row
 
 
 def units_of_share(segment: Segment, placement: MediaPlacement, *, rank: int, sizes: ModelSizes) -> range:
@@ -33,8 +33,8 @@ def units_of_share(segment: Segment, placement: MediaPlacement, *, rank: int, si
     if not placement.joined and (rows.start % rows_per_frame or rows.stop % rows_per_frame):
         frames = f"frames of {rows_per_frame} rows"
         raise _wrong(placement, f"cuts {frames} into shares of {placement.shares} rows that are not joined")
-    patches = sizes.vision.merge**2
-    return range(rows.start * patches, rows.stop * patches)
+    units = units_per_row(segment.modality, sizes)
+    return range(rows.start * units, rows.stop * units)
 
 
 def grid_of_share(segment: Segment, units: range) -> tuple[int, int, int]:

@@ -22,12 +22,13 @@ from loaders.columns import MODALITIES, TEXT, SizedBatch, Sizing
 from loaders.decode.text import Tokenizer
 from loaders.filters import Filter, count_left_out, describe_counts, open_filter
 from loaders.fitting import PackSizes
-from loaders.index import member_name
+from loaders.index import member_name, modality_of
 from loaders.index_file import BATCH_ROWS, IndexFile
 from loaders.index_rows import DIGEST_BYTES
 from loaders.manifest import ShardTable, find_shards
 from loaders.source_config import FieldConfig, SourceConfig
 from omni_pipeline.core.errors import ConfigError, ShardError
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment, quick_constructor
 from omni_pipeline.core.sizes import IntArray, ModelSizes
 
@@ -310,12 +311,27 @@ def _check_members(config: SourceConfig, table: ShardTable) -> None:
         )
     counts = Counter({suffix: count for suffix, (_, count) in suffixes.items()})
     for field in config.layout.fields:
+        for suffix in field.suffixes:
+            _check_modality(suffix, suffixes.get(suffix, ("", 0))[0])
         if not any(suffix in suffixes for suffix in field.suffixes):
             shown = ", ".join(f"{name or '(none)'} ({n})" for name, n in counts.most_common(SHOWN_NAMES))
             raise ConfigError(
                 f"no member {field.member!r} in any sample; the shards hold: {shown or 'nothing'}",
                 fix="name one of these in sources.layout.fields",
             )
+
+
+def _check_modality(suffix: str, indexed: str) -> None:
+    """Raise if members were indexed without the encoder that reads them here, or with another."""
+    modality = modality_of(suffix)
+    if not indexed or modality is None or indexed == modality:
+        return
+    fix = f"name its file in encoders.{indexed}.file"
+    if modality in KINDS.encoders:
+        fix = f"run `omni data index --encoder {KINDS.encoders[modality].file.path} SHARDS`"
+    raise ConfigError(
+        f"members {suffix!r} are indexed as {indexed}, and this run reads them as {modality}", fix=fix
+    )
 
 
 def _tell_left_out(source: Source) -> None:

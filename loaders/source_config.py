@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
-from loaders.index import MODALITY_OF_SUFFIX, modality_of
+from loaders.index import modality_of
 from loaders.weight import Weight
 from loaders.where import FieldKind, parse_where
 from loaders.where_columns import HAD_BY, OF_SAMPLE
 from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.sample import Modality
 
 
@@ -30,8 +31,11 @@ class FieldConfig(BaseModel):
     def _check_known(cls, member: str) -> str:
         for suffix in member.split("|"):
             if modality_of(suffix) is None:
-                known = ", ".join(MODALITY_OF_SUFFIX)
-                raise ValueError(f"{suffix!r} is no known kind of member; known endings: {known}")
+                known = ", ".join(KINDS.of_suffix)
+                raise ValueError(
+                    f"{suffix!r} is no known kind of member; known endings: {known}; others need the file of "
+                    "their encoder, encoders.NAME.file"
+                )
         return member
 
     @property

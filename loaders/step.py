@@ -31,6 +31,7 @@ from loaders.pack_order import OrderCounts, PackOrder, count_step
 from loaders.quarantine import PLAN_STAGE, ErrorBudget, QuarantineRecord
 from loaders.workers import Decoded, Decoder, Failure
 from omni_pipeline.core.batch import Batch, MicroBatch
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.plan import Planner, StepPlan
 from omni_pipeline.core.sample import Sample, SampleId, Segment
 from omni_pipeline.core.topology import Topology
@@ -352,6 +353,7 @@ def decode_settings(
         sizes=model.sizes,
         tokenizer_path=tokenizer_path,
         max_image_pixels=config.max_image_pixels,
+        encoder_files=KINDS.files,
         video_backend=config.video_backend,
     )
 

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from omni_pipeline.core import media
 from omni_pipeline.core.sample import Modality
 
 BoolArray = npt.NDArray[np.bool_]
@@ -23,9 +24,9 @@ Kind = Literal["number", "text"]
 Test = Callable[[Any, Any], Any]
 
 _PICTURES = (Modality.IMAGE, Modality.VIDEO)
-_EVERY = tuple(Modality)
+_EVERY = media.KINDS.modalities
 
-HAD_BY: dict[str, tuple[Modality, ...]] = {
+HAD_BY: dict[str, Sequence[Modality]] = {
     "height": _PICTURES,
     "width": _PICTURES,
     "aspect_ratio": _PICTURES,

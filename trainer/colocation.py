@@ -1,10 +1,8 @@
 """How any encoder attaches to the LLM's ranks (encoder-LLM multiplexing).
 
 Every rank hosts all encoders and the LLM and runs one after the other, each sharded over its own mesh. An
-encoder is one ``EncoderAnchor``; neither the LLM nor the step knows what kinds there are. A new modality is
-one more anchor, given to ``colocate``:
-
-    EncoderAnchor("touch", module, modalities=(Modality.TOUCH,), values_width=12, values_dtype="float32")
+encoder is one ``EncoderAnchor``; neither the LLM nor the step knows what kinds there are. A run
+attaches its own by naming a file (``core.media``).
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ from torch import Tensor, nn
 
 from omni_pipeline.core.batch import EncoderInput, MicroBatch
 from omni_pipeline.core.errors import ConfigError, PlanError
+from omni_pipeline.core.media import MediaEncoder
 from omni_pipeline.core.plan import MediaPlacement
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.sizes import MEL_FRAMES_PER_ROW
@@ -190,7 +189,7 @@ def parameters_by_part(anchors: Sequence[EncoderAnchor], llm: nn.Module) -> dict
 
 
 def omni_anchors(model: OmniModel) -> tuple[EncoderAnchor, ...]:
-    """Return the anchors of the model family: vision, then audio."""
+    """Return the anchors of a model: vision, audio, then the encoders added to it."""
     vision, audio = model.encoders["vision"], model.encoders["audio"]
     config = model.config
     # Of chunks that end within a row, the least number that does not.
@@ -215,6 +214,19 @@ def omni_anchors(model: OmniModel) -> tuple[EncoderAnchor, ...]:
             rows_alone=lambda grid: rows_of_chunks,
             projector=("ln_post", "proj"),
         ),
+        *(_added_anchor(encoder, model.encoders[encoder.name]) for encoder in model.added),
+    )
+
+
+def _added_anchor(encoder: MediaEncoder, module: nn.Module) -> EncoderAnchor:
+    kind = encoder.kind
+    return EncoderAnchor(
+        encoder.name,
+        module,
+        modalities=(kind.modality,),
+        values_width=kind.unit_values,
+        values_dtype=kind.unit_dtype,
+        rows_alone=lambda grid: grid[1] * grid[2] // kind.units_per_row,
     )
 
 

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from trainer.parts_config import PART_NAMES, PartName
+from trainer.parts_config import PART_NAMES
 
 
 class PartOptimizerConfig(BaseModel):
@@ -42,19 +42,17 @@ class OptimizerConfig(BaseModel):
     grad_clip: float = Field(
         1.0, gt=0, description="Largest global gradient norm; larger ones are scaled down."
     )
-    freeze: tuple[PartName, ...] = Field(
+    freeze: tuple[str, ...] = Field(
         (),
-        description="Parts that are not trained: no gradient of theirs is computed. May change between "
-        "starts of a run.",
+        description="Parts that are not trained: no gradient of theirs is computed. Names: "
+        f"{', '.join(PART_NAMES)}, and those of attached encoders. May change between starts of a run.",
     )
-    parts: dict[PartName, PartOptimizerConfig] = Field(
+    parts: dict[str, PartOptimizerConfig] = Field(
         default_factory=dict, description="What parts have of their own; names as in optimizer.freeze."
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if set(self.freeze) == set(PART_NAMES):
-            raise ValueError("freeze names every part of the model, so there is nothing to train")
         for name in self.parts:
             if name in self.freeze:
                 raise ValueError(f"parts.{name} is set, but freeze names {name!r}")

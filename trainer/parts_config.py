@@ -2,7 +2,5 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
-PartName = Literal["vision", "vision_projector", "audio", "audio_projector", "llm"]
-PART_NAMES: tuple[PartName, ...] = get_args(PartName)
+PART_NAMES = ("vision", "vision_projector", "audio", "audio_projector", "llm")
+"""Those of the model family; an encoder that a run attaches is one more, of its name."""

@@ -18,7 +18,9 @@ from loaders.decode.image import decode_image
 from loaders.decode.text import decode_text, load_tokenizer
 from loaders.decode.video import decode_video
 from loaders.storage import read_range
+from omni_pipeline.core.encoder_file import run_encoder_files
 from omni_pipeline.core.errors import DataError, SampleError
+from omni_pipeline.core.media import KINDS, EncoderFile
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.sizes import ModelSizes
 
@@ -59,6 +61,9 @@ class DecodeSettings(BaseModel):
     tokenizer_path: Path | None = Field(None, description="A tokenizer.json; none for plain bytes.")
     max_image_pixels: int = Field(
         178_956_970, ge=1, description="Largest picture that is decoded, pixels before resizing."
+    )
+    encoder_files: tuple[EncoderFile, ...] = Field(
+        (), description="Files of encoders that a run attaches, as they were read at its start."
     )
     video_backend: Literal["pyav", "decord"] = Field(
         "pyav", description="Library that decodes video; decord gives wrong frames on some files."
@@ -109,7 +114,10 @@ def _decode(data: bytes, request: DecodeRequest, settings: DecodeSettings) -> np
             max_pixels=settings.max_image_pixels,
             backend=settings.video_backend,
         )
-    return decode_audio(data, request.grid[0], audio, suffix=request.member.rpartition(".")[2])
+    if request.modality is Modality.AUDIO:
+        return decode_audio(data, request.grid[0], audio, suffix=request.member.rpartition(".")[2])
+    run_encoder_files(settings.encoder_files)
+    return KINDS[request.modality].checked_decode(data, request.grid)
 
 
 def _decode_tokens(data: bytes, num_tokens: int, tokenizer_path: Path | None) -> npt.NDArray[np.int32]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import codecs
 import functools
 import hashlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from omni_pipeline.core.errors import ConfigError, SampleError
+from omni_pipeline.core.media import MediaKind
+from omni_pipeline.core.sample import Modality
 
 # Names that published multimodal tokenizers give to each role, in order of preference.
 SPECIAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -35,7 +38,11 @@ SPECIAL_NAMES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class SpecialTokens:
-    """Ids of the tokens that are not text: end of sample, media borders, and media placeholders."""
+    """Ids of the tokens that are not text: end of sample, media borders, and media placeholders.
+
+    Args:
+        added: (start, placeholder, end) of kinds of media that are not built in, by modality.
+    """
 
     eos: int
     vision_start: int
@@ -45,6 +52,16 @@ class SpecialTokens:
     audio_start: int
     audio_end: int
     audio: int
+    added: Mapping[Modality, tuple[int, int, int]] = field(default_factory=dict)
+
+    def around(self, modality: Modality) -> tuple[int, int, int]:
+        """Return (start marker, placeholder, end marker) of media."""
+        if modality is Modality.AUDIO:
+            return self.audio_start, self.audio, self.audio_end
+        if modality is Modality.IMAGE or modality is Modality.VIDEO:
+            placeholder = self.image if modality is Modality.IMAGE else self.video
+            return self.vision_start, placeholder, self.vision_end
+        return self.added[modality]
 
 
 class Tokenizer(Protocol):
@@ -63,6 +80,14 @@ class Tokenizer(Protocol):
     @property
     def special(self) -> SpecialTokens:
         """Ids of the special tokens."""
+        ...
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the special token of this name; None where special tokens have no names.
+
+        Raises:
+            ConfigError: There is none, or text may spell it.
+        """
         ...
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
@@ -89,6 +114,10 @@ class ByteTokenizer:
         audio_end=262,
         audio=263,
     )
+
+    def special_id(self, name: str) -> int | None:
+        """Return None: tokens that are not bytes have no names here."""
+        return None
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return the UTF-8 bytes of ``text`` as int32 [tokens]."""
@@ -134,6 +163,22 @@ class FileTokenizer:
         self.special = _special_tokens(vocab, path)
         roles = [getattr(self.special, role) for role in SPECIAL_NAMES if role != "eos"]
         self._reserved = np.array(roles, dtype=np.int32)
+        self._path = path
+
+    def special_id(self, name: str) -> int | None:
+        """Return the id of the special token of this name.
+
+        Raises:
+            ConfigError: There is none, or text may spell it.
+        """
+        for token_id, token in self._tokenizer.get_added_tokens_decoder().items():
+            if token.content == name and token.special:
+                return int(token_id)
+        raise ConfigError(
+            f"tokenizer has no special token {name!r}, which an encoder's file names",
+            where=str(self._path),
+            fix='add it to "added_tokens" with "special": true, or change the file\'s markers',
+        )
 
     def encode(self, text: str) -> npt.NDArray[np.int32]:
         """Return int32 [tokens].
@@ -156,7 +201,7 @@ class FileTokenizer:
 
 
 def _special_tokens(vocab: dict[str, int], path: Path) -> SpecialTokens:
-    ids: dict[str, int] = {}
+    ids: dict[str, Any] = {}
     for role, names in SPECIAL_NAMES.items():
         found = next((vocab[name] for name in names if name in vocab), None)
         if found is None:
@@ -180,6 +225,24 @@ def load_tokenizer(path: Path | None = None) -> Tokenizer:
         ConfigError: The file is missing or no tokenizer, or lacks a special token.
     """
     return ByteTokenizer() if path is None else FileTokenizer(path)
+
+
+def with_markers(tokenizer: Tokenizer, kinds: Sequence[MediaKind]) -> SpecialTokens:
+    """Return the special tokens, with those around media of ``kinds``: three for each.
+
+    Where special tokens have no names, the ids behind the tokenizer's own, in the order of ``kinds``.
+
+    Raises:
+        ConfigError: The tokenizer lacks a token that a kind names.
+    """
+    free = itertools.count(tokenizer.vocab_size)
+    added = {}
+    for kind in kinds:
+        start, placeholder, end = (
+            next(free) if found is None else found for found in map(tokenizer.special_id, kind.markers)
+        )
+        added[kind.modality] = start, placeholder, end
+    return replace(tokenizer.special, added=added)
 
 
 def decode_text(data: bytes) -> str:

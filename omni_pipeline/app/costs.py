@@ -10,9 +10,11 @@ from balancer.fitted import load_fits, read_fits
 from balancer.hardware import load_hardware
 from balancer.shapes import TransformerShape, audio_shape, vision_shape
 from omni_pipeline.app.run_config import RunConfig
+from omni_pipeline.core.media import MediaEncoder
 from omni_pipeline.core.sample import Modality
 from trainer.config import ModelConfig
 
+# Of the built-in kinds; others are read by the encoder of their name.
 ENCODER_OF = {Modality.IMAGE: "vision", Modality.VIDEO: "vision", Modality.AUDIO: "audio"}
 
 
@@ -22,17 +24,22 @@ def cost_model(config: RunConfig) -> CostModel:
     Raises:
         ConfigError: No such machine, or the fitted costs are not of this run.
     """
-    encoders, llm = encoder_shapes(config.model), llm_shape(config.model)
+    encoders, llm = all_encoder_shapes(config), llm_shape(config.model)
     path = config.balance.costs
     shapes = {**encoders, LLM: llm}
     return CostModel(
         encoders=encoders,
         llm=llm,
-        encoder_of=ENCODER_OF,
+        encoder_of=encoder_of(config),
         hardware=load_hardware(config.balance.hardware),
         fits=load_fits(path, shapes=shapes, precision=config.run.precision) if path else {},
         value_bytes={"fp32": 4, "bf16": 2}[config.run.precision],
     )
+
+
+def encoder_of(config: RunConfig) -> dict[Modality, str]:
+    """Return the encoder that reads each media modality of a run."""
+    return ENCODER_OF | {added.kind.modality: added.name for added in config.added_encoders}
 
 
 def costs_content(config: RunConfig) -> dict[str, Any]:
@@ -51,6 +58,13 @@ def costs_content(config: RunConfig) -> dict[str, Any]:
 def encoder_shapes(model: ModelConfig) -> dict[str, TransformerShape]:
     """Return the sizes of a model's encoders, by name."""
     return {"vision": _vision_shape(model), "audio": _audio_shape(model)}
+
+
+def all_encoder_shapes(config: RunConfig) -> dict[str, TransformerShape]:
+    """Return the sizes of all encoders of a run, by name: those of its model, and those it attaches."""
+    width = config.model.llm.hidden
+    added = {encoder.name: _added_shape(encoder, width) for encoder in config.added_encoders}
+    return {**encoder_shapes(config.model), **added}
 
 
 def llm_shape(model: ModelConfig) -> TransformerShape:
@@ -102,4 +116,22 @@ def _audio_shape(model: ModelConfig) -> TransformerShape:
         num_mels=model.sizes.audio.num_mels,
         chunk_frames=audio.chunk,
         llm_hidden=model.llm.hidden,
+    )
+
+
+def _added_shape(encoder: MediaEncoder, llm_hidden: int) -> TransformerShape:
+    """Its units are its positions, and a row is made of consecutive ones."""
+    kind = encoder.kind
+    return TransformerShape(
+        hidden=encoder.hidden,
+        layers=encoder.layers,
+        ffn=encoder.ffn,
+        heads=encoder.heads,
+        kv_heads=encoder.heads,
+        head_dim=encoder.hidden // encoder.heads,
+        gated=False,
+        input_dim=kind.unit_values,
+        output_widths=(kind.units_per_row * encoder.hidden, llm_hidden),
+        positions_per_row=kind.units_per_row,
+        joins=False,
     )

@@ -13,7 +13,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ from omni_pipeline.app.wire import (
     build_loader,
     build_tokenizer,
     build_topology,
+    encoder_digests,
     held_out_stream,
     section_digests,
     training_stream,
@@ -159,8 +160,8 @@ class RankRun:
     def prepare_model(self) -> None:
         """Build and shard the model and its optimizer; a collective of all ranks."""
         config = self.config
-        parts = {"llm": config.llm, **{name: config.encoder(name) for name in ("vision", "audio")}}
-        model = build_model(config.model, device="meta")
+        parts = {"llm": config.llm, **{name: config.encoder(name) for name in config.encoder_names}}
+        model = build_model(config.model, added=config.added_encoders, device="meta")
         freeze(parameters_by_part(omni_anchors(model), model.llm), config.optimizer.freeze)
         for name, part in parts.items():
             if part.recompute:
@@ -192,8 +193,7 @@ class RankRun:
             module=self.model.module,
             optimizer=self.learner.optimizer,
             keep=config.checkpoint.keep,
-            # Not where its first weights came from: its own take their place.
-            identity={"model": config.model.model_dump(mode="json", exclude={"weights"})},
+            identity=_identity(config),
         )
 
     def train(self) -> None:
@@ -421,3 +421,11 @@ class RankRun:
                 logger.info(
                     "held-out %s: loss %.4f, accuracy %.4f; samples: %s", name, sums.loss, sums.accuracy, told
                 )
+
+
+def _identity(config: RunConfig) -> dict[str, Any]:
+    """Return what must be equal for a checkpoint to fit; of encoders only those that are attached, if any."""
+    # Not where its first weights came from: its own take their place.
+    model = {"model": config.model.model_dump(mode="json", exclude={"weights"})}
+    digests = encoder_digests(config)
+    return model | ({"encoders": digests} if digests else {})

@@ -16,6 +16,7 @@ from typing import Any
 
 from omni_pipeline.app.report_media import CANNOT_SHOW, Shown, image_thumbnail, video_thumbnails, waveform
 from omni_pipeline.core.errors import OmniError
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.plan import MediaPlacement, StepPlan
 from omni_pipeline.core.sample import Modality, Sample, Segment
 
@@ -187,7 +188,9 @@ class _Maker:
         if not segment.is_media:
             return self._text(sample, segment)
         suffix = segment.member.rsplit(".", 1)[-1].lower()
-        fallback = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wav"}[segment.modality]
+        fallback = {"image": "image/jpeg", "video": "video/mp4", "audio": "audio/wav"}.get(
+            segment.modality, "application/octet-stream"
+        )
         mime = _MIME_BY_SUFFIX.get(suffix, fallback)
         shown = Shown()
         try:
@@ -226,6 +229,8 @@ class _Maker:
     def _show(self, modality: Modality, raw: bytes, mime: str) -> Shown:
         if modality is Modality.IMAGE:
             return image_thumbnail(raw)
+        if modality in KINDS.encoders:
+            return Shown(note=f"{modality}, no picture")
         shown = video_thumbnails(raw) if modality is Modality.VIDEO else waveform(raw)
         return replace(shown, data=self._embed(raw)) if mime in _PLAYABLE else shown
 

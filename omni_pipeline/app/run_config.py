@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from balancer.planner import BalanceConfig
 from loaders.loader_config import LoaderConfig
@@ -14,11 +14,14 @@ from loaders.mixture import group_problems
 from loaders.order import OrderConfig
 from loaders.source_config import SourceConfig
 from loaders.weight import Weight
+from omni_pipeline.core.encoder_file import load_encoder
 from omni_pipeline.core.errors import ConfigError
+from omni_pipeline.core.media import KINDS, MediaEncoder
 from trainer.checkpoint_config import CheckpointConfig
 from trainer.config import ModelConfig
 from trainer.optimizer_config import OptimizerConfig
 from trainer.parallel.config import ParallelConfig
+from trainer.parts_config import PART_NAMES
 from trainer.weights.folder import open_weights
 
 ENCODERS = ("vision", "audio")
@@ -61,6 +64,14 @@ class PartSection(Section):
     )
 
 
+class EncoderSection(PartSection):
+    """Settings of one encoder, built in or attached."""
+
+    file: Path | None = Field(
+        None, description="The Python file of an encoder that is not built in; it is run at the start."
+    )
+
+
 class EvaluationSection(Section):
     """Held-out sources: evaluated, never trained on."""
 
@@ -72,6 +83,10 @@ class RunConfig(Section):
     """A run file."""
 
     run: RunSection = Field(description="What run this is.")
+    # Before the sources, whose members may be of kinds that these bring.
+    encoders: dict[str, EncoderSection] = Field(
+        default_factory=dict, description="How each encoder runs, and those that are attached."
+    )
     sources: list[SourceConfig] = Field(min_length=1, description="The mixture.")
     groups: dict[str, Weight] = Field(
         default_factory=dict,
@@ -84,9 +99,6 @@ class RunConfig(Section):
     tokenizer: TokenizerSection = Field(default_factory=TokenizerSection, description="Text to tokens.")
     model: ModelConfig = Field(default_factory=ModelConfig, description="Encoders and LLM.")
     llm: PartSection = Field(default_factory=PartSection, description="How the LLM runs.")
-    encoders: dict[Literal["vision", "audio"], PartSection] = Field(
-        default_factory=dict, description="How each encoder runs."
-    )
     balance: BalanceConfig = Field(default_factory=BalanceConfig, description="Grouped reordering.")
     loader: LoaderConfig = Field(default_factory=LoaderConfig, description="Fetching and decoding.")
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="AdamW and its schedule.")
@@ -109,6 +121,22 @@ class RunConfig(Section):
             return data
         return data if path is None else {**data, "tokenizer": {**tokenizer, "path": path}}
 
+    @field_validator("encoders", mode="after")
+    @classmethod
+    def _attach_encoders(cls, encoders: dict[str, EncoderSection]) -> dict[str, EncoderSection]:
+        for name, section in encoders.items():
+            if (section.file is None) != (name in ENCODERS):
+                raise ValueError(
+                    f"{name}.file is not allowed: {name} is built in"
+                    if section.file
+                    else f"{name} is not built in, as {' and '.join(ENCODERS)} are: set {name}.file"
+                )
+            if section.file is not None and (found := load_encoder(section.file).name) != name:
+                raise ValueError(
+                    f"the encoder of {section.file} is named {found!r}: write [encoders.{found}]"
+                )
+        return encoders
+
     @model_validator(mode="after")
     def _source_names_are_unique(self) -> RunConfig:
         for sources in (self.sources, self.evaluation.sources):
@@ -125,6 +153,29 @@ class RunConfig(Section):
             raise ValueError(f"groups: {problem}")
         return self
 
-    def encoder(self, name: Literal["vision", "audio"]) -> PartSection:
+    @model_validator(mode="after")
+    def _parts_are_known(self) -> RunConfig:
+        parts = (*PART_NAMES, *(encoder.name for encoder in self.added_encoders))
+        for setting, names in (("freeze", self.optimizer.freeze), ("parts", self.optimizer.parts)):
+            unknown = next((name for name in names if name not in parts), None)
+            if unknown is not None:
+                raise ValueError(
+                    f"optimizer.{setting} names {unknown!r}; parts of the model are {', '.join(parts)}"
+                )
+        if set(self.optimizer.freeze) == set(parts):
+            raise ValueError("optimizer.freeze names every part of the model, so there is nothing to train")
+        return self
+
+    @property
+    def added_encoders(self) -> tuple[MediaEncoder, ...]:
+        """The encoders that are not built in, by name, so that their order in the file changes nothing."""
+        return tuple(KINDS.encoders[name] for name in sorted(set(self.encoders) - {*ENCODERS}))
+
+    @property
+    def encoder_names(self) -> tuple[str, ...]:
+        """All encoders, in the order in which their rows follow each other."""
+        return (*ENCODERS, *(encoder.name for encoder in self.added_encoders))
+
+    def encoder(self, name: str) -> EncoderSection:
         """Return the settings of one encoder, by default those of an empty table."""
-        return self.encoders.get(name, PartSection())
+        return self.encoders.get(name, EncoderSection())

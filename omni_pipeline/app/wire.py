@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from balancer.cost import CostModel
 from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
-from loaders.decode.text import Tokenizer, load_tokenizer
+from loaders.decode.text import Tokenizer, load_tokenizer, with_markers
 from loaders.identity import sources_identity
 from loaders.mixture import Mixture, Moment
 from loaders.order import Order, OrderConfig
@@ -26,8 +27,8 @@ from loaders.source import Source, open_source
 from loaders.source_config import SourceConfig
 from loaders.step import Place
 from loaders.weight import Weight
-from omni_pipeline.app.costs import ENCODER_OF, cost_model, costs_content
-from omni_pipeline.app.run_config import ENCODERS, RunConfig
+from omni_pipeline.app.costs import cost_model, costs_content, encoder_of
+from omni_pipeline.app.run_config import RunConfig
 from omni_pipeline.app.run_dir import RunDir
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.topology import Topology
@@ -142,6 +143,14 @@ def build_tokenizer(config: RunConfig) -> Tokenizer:
             f"the tokenizer has {tokenizer.vocab_size} tokens, the model {config.model.llm.vocab_size}",
             fix=f"set model.llm.vocab_size = {tokenizer.vocab_size}",
         )
+    markers = with_markers(tokenizer, [encoder.kind for encoder in config.added_encoders]).added
+    needed = 1 + max(itertools.chain.from_iterable(markers.values()), default=0)
+    if needed > config.model.llm.vocab_size:
+        raise ConfigError(
+            f"the tokens around media of {', '.join(markers)} are {needed - tokenizer.vocab_size} more than "
+            f"the tokenizer's {tokenizer.vocab_size}; the model has {config.model.llm.vocab_size}",
+            fix=f"set model.llm.vocab_size = {needed}",
+        )
     return tokenizer
 
 
@@ -176,17 +185,18 @@ def build_planner(config: RunConfig, topology: Topology, *, model: CostModel | N
         config=config.balance,
         num_lanes=config.order.lanes,
         packs_per_step=config.order.packs_per_step,
-        encoders=ENCODERS,
+        encoders=config.encoder_names,
     )
 
 
 def model_inputs(config: RunConfig, tokenizer: Tokenizer) -> ModelInputs:
     """Return what the run's model reads."""
     encoders = {
-        name: tuple(modality for modality, encoder in ENCODER_OF.items() if encoder == name)
-        for name in ENCODERS
+        name: tuple(modality for modality, encoder in encoder_of(config).items() if encoder == name)
+        for name in config.encoder_names
     }
-    return ModelInputs(sizes=config.model.sizes, special=tokenizer.special, encoders=encoders)
+    special = with_markers(tokenizer, [encoder.kind for encoder in config.added_encoders])
+    return ModelInputs(sizes=config.model.sizes, special=special, encoders=encoders)
 
 
 def build_loader(
@@ -237,7 +247,7 @@ def check_run(config: RunConfig, *, world_size: int) -> None:
 def section_digests(config: RunConfig) -> dict[str, str]:
     """Return a digest of every section that must be equal on all ranks, by name.
 
-    Of the files that costs are read from, their content counts, not where they lie.
+    Of the files of costs and encoders, their content counts, not where they lie.
 
     Raises:
         ConfigError: Such a file is missing or wrong.
@@ -246,10 +256,17 @@ def section_digests(config: RunConfig) -> dict[str, str]:
     for name, local in LOCAL_SETTINGS.items():
         data[name] = {key: value for key, value in data[name].items() if key not in local}
     data["balance"] |= costs_content(config)
+    for name, digest in encoder_digests(config).items():
+        data["encoders"][name]["file"] = digest
     return {
         name: hashlib.blake2b(json.dumps(section, sort_keys=True).encode(), digest_size=8).hexdigest()
         for name, section in data.items()
     }
+
+
+def encoder_digests(config: RunConfig) -> dict[str, str]:
+    """Return a digest of the file of each encoder that is attached, by name."""
+    return {encoder.name: encoder.file.digest for encoder in config.added_encoders}
 
 
 def _stream(

@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from loaders.index import IndexReport
 
 SHOWN_PROBLEMS = 10
+_with_encoders = click.option(
+    "--encoder",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="File of an encoder that is not built in, for its kind of media; may be repeated.",
+)
 
 
 @click.group()
@@ -36,6 +42,7 @@ def command() -> None:
     "--max-mb", type=click.FloatRange(0, min_open=True), default=1000.0, show_default=True, help="MB a shard."
 )
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to count tokens with.")
+@_with_encoders
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 def prepare(
     inputs: tuple[Path, ...],
@@ -44,6 +51,7 @@ def prepare(
     max_count: int,
     max_mb: float,
     tokenizer: Path | None,
+    encoder: tuple[Path, ...],
     as_json: bool,
 ) -> None:
     """Turn folders or JSONL manifests (INPUTS) into WebDataset tar shards, and index them.
@@ -57,6 +65,7 @@ def prepare(
 
     from loaders.prepare import prepare as prepare_shards
 
+    _load_encoders(encoder)
     with ProgressBar("preparing") as advance:
         made = prepare_shards(
             inputs,
@@ -81,6 +90,7 @@ def prepare(
 @command.command()
 @click.argument("shards", nargs=-1, required=True)
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="tokenizer.json to count tokens with.")
+@_with_encoders
 @click.option("--workers", type=click.IntRange(0), default=2, show_default=True, help="Processes.")
 @click.option("--force", is_flag=True, help="Index unchanged shards too.")
 @click.option(
@@ -90,6 +100,7 @@ def prepare(
 def index(
     shards: tuple[str, ...],
     tokenizer: Path | None,
+    encoder: tuple[Path, ...],
     workers: int,
     force: bool,
     manifest: str | None,
@@ -105,6 +116,7 @@ def index(
     from loaders.index import index_shards
     from loaders.manifest import check_manifest_path, list_shards, write_manifest
 
+    _load_encoders(encoder)
     if manifest is not None:
         check_manifest_path(manifest)
     found = list_shards(shards)
@@ -141,6 +153,13 @@ def index(
         _echo_problems(broken, "without index")
     if broken:
         click.get_current_context().exit(1)
+
+
+def _load_encoders(paths: tuple[Path, ...]) -> None:
+    from omni_pipeline.core.encoder_file import load_encoder
+
+    for path in paths:
+        load_encoder(path)
 
 
 def _bad_members(reports: Sequence[IndexReport]) -> list[str]:

@@ -8,23 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, make_dataclass
-from enum import StrEnum
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 FieldsT = ParamSpec("FieldsT")
 FrozenT = TypeVar("FrozenT")
 
 
-class Modality(StrEnum):
-    """The kinds of segment."""
+class Modality(str):
+    """The kind of a segment, by name; one object for each name, so ``is`` compares also what was pickled.
 
-    TEXT = "text"
-    IMAGE = "image"
-    VIDEO = "video"
-    AUDIO = "audio"
+    Those named here are built in; others come with encoders that a run attaches, see ``core.media``.
+    """
 
-    # That of an Enum is a function in Python; plans look up thousands.
-    __hash__ = str.__hash__
+    __slots__ = ()
+
+    TEXT: ClassVar[Modality]
+    IMAGE: ClassVar[Modality]
+    VIDEO: ClassVar[Modality]
+    AUDIO: ClassVar[Modality]
+
+    def __new__(cls, name: str) -> Modality:
+        """Return the modality of this name."""
+        return _MODALITY_OF.setdefault(name, str.__new__(cls, name))
+
+
+_MODALITY_OF: dict[str, Modality] = {}
+Modality.TEXT = Modality("text")
+Modality.IMAGE = Modality("image")
+Modality.VIDEO = Modality("video")
+Modality.AUDIO = Modality("audio")
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict, Field
 
 from omni_pipeline.core.errors import SampleError
+from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.sample import Modality, RawSize
 
 MAX_ASPECT_RATIO = 200
@@ -246,7 +247,7 @@ def media_grids(modality: Modality, raw: RawArrays, sizes: ModelSizes) -> tuple[
         return video_grids(raw, sizes.vision)
     if modality is Modality.AUDIO:
         return audio_grids(raw, sizes.audio)
-    raise ValueError(f"{modality} has no encoder grid")
+    return KINDS[modality].checked_grids(raw)
 
 
 def media_grid(modality: Modality, raw: RawSize, sizes: ModelSizes) -> tuple[int, int, int]:
@@ -267,8 +268,14 @@ def grid_rows(modality: Modality, grids: IntArray, sizes: ModelSizes) -> IntArra
     """Return the embedding rows int64 [n] that the encoder makes of media segments with these grids."""
     if modality is Modality.AUDIO:
         return audio_rows(grids[:, 0])
-    merge = sizes.vision.merge
-    return grids[:, 0] * (grids[:, 1] // merge) * (grids[:, 2] // merge)
+    return grids[:, 0] * grids[:, 1] * grids[:, 2] // units_per_row(modality, sizes)
+
+
+def units_per_row(modality: Modality, sizes: ModelSizes) -> int:
+    """Return the units that make one embedding row: patches, or mel frames of all rows but the last."""
+    if modality is Modality.IMAGE or modality is Modality.VIDEO:
+        return sizes.vision.merge**2
+    return MEL_FRAMES_PER_ROW if modality is Modality.AUDIO else KINDS[modality].units_per_row
 
 
 def media_rows(modality: Modality, grid: tuple[int, int, int], sizes: ModelSizes) -> int:

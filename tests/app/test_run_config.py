@@ -90,17 +90,17 @@ ENCODERS = ["vision", "vision_projector", "audio", "audio_projector"]
     [
         (
             {"freeze": ["ears"]},
-            "setting 'optimizer.freeze.0': Input should be 'vision', 'vision_projector', 'audio', "
-            "'audio_projector' or 'llm', got 'ears'",
+            "optimizer.freeze names 'ears'; parts of the model are vision, vision_projector, audio, "
+            "audio_projector, llm",
         ),
         (
             {"parts": {"ears": {"lr": 1e-5}}},
-            "setting 'optimizer.parts.ears': Input should be 'vision', 'vision_projector', 'audio', "
-            "'audio_projector' or 'llm', got 'ears'",
+            "optimizer.parts names 'ears'; parts of the model are vision, vision_projector, audio, "
+            "audio_projector, llm",
         ),
         (
             {"freeze": [*ENCODERS, "llm"]},
-            "setting 'optimizer': freeze names every part of the model, so there is nothing to train",
+            "optimizer.freeze names every part of the model, so there is nothing to train",
         ),
         (
             {"freeze": ["audio"], "parts": {"audio": {"lr": 1e-5}}},

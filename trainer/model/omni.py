@@ -6,10 +6,14 @@ the LLM.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from omni_pipeline.core.media import MediaEncoder
 from trainer.config import ModelConfig
+from trainer.model.added import build_added
 from trainer.model.audio import AudioEncoder
 from trainer.model.init import init_weights, make_storage
 from trainer.model.llm import Llm
@@ -20,14 +24,19 @@ class OmniModel(nn.Module):
     """Encoders and LLM.
 
     Attributes:
-        encoders: By name, always in the order vision, audio: ``encoder(values, grids) -> rows [R, E]``.
+        encoders: By name, always in the order vision, audio, then those added: ``encoder(values, grids) ->
+            rows [R, E]``.
+        added: Descriptions of encoders that are not of the family.
         llm: See ``Llm.forward``.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, added: Sequence[MediaEncoder] = ()) -> None:
         super().__init__()
         self.config = config
+        self.added = tuple(added)
         self.encoders = nn.ModuleDict({"vision": VisionEncoder(config), "audio": AudioEncoder(config)})
+        for encoder in added:
+            self.encoders[encoder.name] = build_added(encoder, width=config.llm.hidden)
         self.llm = Llm(config.llm)
 
     def init_weights(self, seed: int) -> None:
@@ -35,19 +44,35 @@ class OmniModel(nn.Module):
         num_layers = {
             "encoders.vision.": self.config.vision.layers,
             "encoders.audio.": self.config.audio.layers,
+            **{f"encoders.{encoder.name}.": encoder.layers for encoder in self.added},
             "llm.": self.config.llm.layers,
         }
         init_weights(self, seed=seed, num_layers=num_layers)
 
 
-def build_model(config: ModelConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> OmniModel:
+def build_model(
+    config: ModelConfig,
+    *,
+    added: Sequence[MediaEncoder] = (),
+    seed: int = 0,
+    device: torch.device | str = "cpu",
+) -> OmniModel:
     """Return the model in float32 with first weights; on ``device="meta"`` without any.
 
     To shard a large model: build on meta, shard, ``make_storage``, ``init_weights(seed)``. There are no
     buffers, so nothing else has to be filled.
+
+    Args:
+        config: Sizes of the family's encoders and of the LLM.
+        added: Encoders attached to it.
+        seed: Of the first weights.
+        device: Where.
+
+    Raises:
+        ConfigError: The module of an added encoder does not do what it must.
     """
     with torch.device("meta"):
-        model = OmniModel(config)
+        model = OmniModel(config, added)
     if torch.device(device).type != "meta":
         make_storage(model, device=device)
         model.init_weights(seed)
