@@ -35,10 +35,8 @@ def grids(raw):
 def decode(data: bytes, grid: tuple[int, int, int]):
     """Return the patches of a map in metres, float32 [patches, 256], row by row."""
     _, rows, columns = grid
-    metres = (
-        np.asarray(Image.open(io.BytesIO(data)), dtype=np.float32)[: rows * PATCH, : columns * PATCH] / 1000
-    )
-    patches = metres.reshape(rows, PATCH, columns, PATCH).swapaxes(1, 2)
+    metres = np.asarray(Image.open(io.BytesIO(data)), dtype=np.float32) / 1000
+    patches = metres[: rows * PATCH, : columns * PATCH].reshape(rows, PATCH, columns, PATCH).swapaxes(1, 2)
     return np.ascontiguousarray(patches).reshape(rows * columns, PATCH * PATCH)
 
 
@@ -57,7 +55,7 @@ def build(width: int):
 
         def forward(self, x, lengths):
             qkv = self.qkv(self.norm1(x)).reshape(len(x), 3, HEADS, HIDDEN // HEADS).permute(1, 2, 0, 3)
-            # Each map attends to itself alone, whatever shares the microbatch with it.
+            # Each frame attends to itself alone, whatever shares the microbatch with it.
             mixed = [scaled_dot_product_attention(*part) for part in qkv.split(lengths, dim=2)]
             x = x + self.out_proj(torch.cat(mixed, dim=1).transpose(0, 1).reshape(len(x), HIDDEN))
             return x + self.fc2(gelu(self.fc1(self.norm2(x))))
@@ -70,13 +68,11 @@ def build(width: int):
             self.norm, self.proj = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, width)
 
         def forward(self, values, grids):
-            places = np.concatenate([np.zeros((0, 2)), *(np.argwhere(np.ones(grid[1:])) for grid in grids)])
-            places = torch.as_tensor(places / 64, dtype=values.dtype, device=values.device)
+            places = np.concatenate([np.zeros((0, 3)), *(np.argwhere(np.ones(grid)) for grid in grids)])
+            places = torch.as_tensor(places[:, 1:] / 64, dtype=values.dtype, device=values.device)
             x = self.patches(torch.cat([values, places], dim=1))
-            lengths = [
-                0,
-                *grids.prod(axis=1).tolist(),
-            ]  # the 0: an encoder runs where nothing is to encode, too
+            # Of each frame; the 0, because an encoder also runs where there is nothing to encode.
+            lengths = [0, *np.repeat(grids[:, 1] * grids[:, 2], grids[:, 0]).tolist()]
             for block in self.block_list:
                 x = block(x, lengths)
             return self.proj(self.norm(x))

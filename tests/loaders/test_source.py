@@ -315,7 +315,7 @@ def test_pack_sizes_are_those_of_the_samples(tmp_path: Path) -> None:
 
 
 def test_unknown_kinds_of_member_are_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValidationError, match="'xyz' is no known kind of member; known endings: jpg"):
+    with pytest.raises(ValidationError, match="'xyz' is no known kind of member; known endings: txt, jpg"):
         config_of("s.tar", ["jpg|xyz"])
     with pytest.raises(ValidationError):
         config_of("s.tar", [])
