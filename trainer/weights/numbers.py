@@ -18,8 +18,11 @@ FREE = (
     "sizes.vision.min_pixels",
     "sizes.vision.max_pixels",
     "sizes.vision.video_fps",
+    "sizes.vision.video_min_frames",
     "sizes.vision.video_max_frames",
+    "sizes.vision.video_min_pixels",
     "sizes.vision.video_max_pixels",
+    "sizes.vision.video_total_pixels",
     "sizes.audio.max_duration_s",
     "llm.experts.balance_loss",
 )
