@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from tests.trainer.model.reference import build, gradients
 from trainer.config import ModelConfig
@@ -64,6 +66,21 @@ def test_packed_equals_separate_with_the_balance_of_every_sample_by_itself() -> 
     torch.testing.assert_close(_sums(packed), torch.stack([_sums(output) for output in alone]).sum())
     torch.testing.assert_close(packed.expert_counts, sum(output.expert_counts for output in alone))
     torch.testing.assert_close(found, gradients(llm))
+
+
+def test_blocks_that_run_again_in_the_backward_count_their_tokens_once() -> None:
+    llm = build(_config()).llm
+    plain = _run(llm, LENGTHS)
+    torch.autograd.backward([_sums(plain)])
+    found = gradients(llm)
+    llm.zero_grad()
+    for block in llm.block_list:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    again = _run(llm, LENGTHS)
+    torch.autograd.backward([_sums(again)])
+    assert torch.equal(_sums(again), _sums(plain))
+    torch.testing.assert_close(gradients(llm), found, rtol=0, atol=0)
+    torch.testing.assert_close(again.expert_counts, plain.expert_counts, rtol=0, atol=0)
 
 
 def test_every_token_of_a_sample_passes_top_k_experts_of_every_sparse_layer() -> None:
