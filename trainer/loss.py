@@ -7,6 +7,9 @@ made again (Hsu et al. 2024, Liger Kernel; recomputing the logits would be a fou
 The *sum* is returned: dividing by the count of the global batch is the step's business, so that no placement
 of samples can change the loss.
 
+The z-loss (Chowdhery et al. 2022, PaLM, section 5) is the square of the log-partition, log sum exp of the
+logits, of each position with a label: it keeps logits from drifting, which cross entropy alone does not see.
+
 Evaluation wants the loss of each position instead, without gradients: again one chunk of logits at a time.
 
 Shapes: S positions, D width, V vocabulary.
@@ -14,7 +17,7 @@ Shapes: S positions, D width, V vocabulary.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,25 +36,38 @@ def chunk_size_for(vocabulary: int) -> int:
     return max(1, LOGITS_AT_ONCE // vocabulary)
 
 
+class HeadLoss(NamedTuple):
+    """What the head makes of all positions.
+
+    Args:
+        loss_sum: float32 scalar (float64 if the input is): cross entropy, and z-loss by its weight, summed
+            over positions with a label.
+        predictions: int64 [S], without gradient: the likeliest token at every position.
+        z_sum: Scalar of the same type, without gradient: z-loss summed, without its weight; 0 if that is 0.
+    """
+
+    loss_sum: Tensor
+    predictions: Tensor
+    z_sum: Tensor
+
+
 def chunked_cross_entropy(
-    hidden_SD: Tensor, weight_VD: Tensor, labels_S: Tensor, *, chunk_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return the summed loss over positions with a label, and the likeliest token at every position.
+    hidden_SD: Tensor, weight_VD: Tensor, labels_S: Tensor, *, chunk_size: int, z_loss: float = 0.0
+) -> HeadLoss:
+    """Return the summed loss over positions with a label, and what belongs to it.
 
     Args:
         hidden_SD: [S, D]; S may be 0.
         weight_VD: [V, D].
         labels_S: int64 [S]; -100 has no loss. With no label at all the loss is 0 and so are the gradients.
         chunk_size: Positions whose logits exist at one time, at least 1.
-
-    Returns:
-        float32 scalar (float64 if ``hidden_SD`` is), and int64 [S] without gradient.
+        z_loss: Weight of the z-loss in the sum.
     """
     with_gradient = torch.is_grad_enabled() and (hidden_SD.requires_grad or weight_VD.requires_grad)
-    found: tuple[Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
-        hidden_SD, weight_VD, labels_S, chunk_size, with_gradient
+    found: tuple[Tensor, Tensor, Tensor] = _ChunkedLoss.apply(  # type: ignore[no-untyped-call]
+        hidden_SD, weight_VD, labels_S, chunk_size, z_loss, with_gradient
     )
-    return found
+    return HeadLoss(*found)
 
 
 @torch.no_grad()
@@ -84,13 +100,14 @@ class _ChunkedLoss(torch.autograd.Function):
         weight_VD: Tensor,
         labels_S: Tensor,
         chunk_size: int,
+        z_loss: float,
         with_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = (with_gradient and needed for needed in ctx.needs_input_grad[:2])
         hidden_grad_SD = torch.empty_like(hidden_SD) if needs_hidden else None
         weight_grad_VD = torch.zeros_like(weight_VD) if needs_weight else None
         predictions_S = torch.empty_like(labels_S)
-        loss_sum = hidden_SD.new_zeros((), dtype=_wide(hidden_SD))
+        loss_sum, z_sum = hidden_SD.new_zeros(2, dtype=_wide(hidden_SD)).unbind()
         for start in range(0, len(labels_S), chunk_size):
             rows = slice(start, start + chunk_size)
             # A function of its own, so that nothing of a chunk lives into the next one.
@@ -99,7 +116,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 weight_VD,
                 labels_S[rows],
                 loss_sum=loss_sum,
+                z_sum=z_sum,
                 predictions_S=predictions_S[rows],
+                z_loss=z_loss,
                 with_gradient=needs_hidden or needs_weight,
             )
             if hidden_grad_SD is not None:
@@ -108,14 +127,14 @@ class _ChunkedLoss(torch.autograd.Function):
                 weight_grad_VD.addmm_(grad_SV.T, hidden_SD[rows])
             del grad_SV
         ctx.save_for_backward(hidden_grad_SD, weight_grad_VD)
-        ctx.mark_non_differentiable(predictions_S)
-        return loss_sum, predictions_S
+        ctx.mark_non_differentiable(predictions_S, z_sum)
+        return loss_sum + z_loss * z_sum, predictions_S, z_sum
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad_SD, weight_grad_VD = ctx.saved_tensors
-        return _scaled(hidden_grad_SD, scale), _scaled(weight_grad_VD, scale), None, None, None
+        return _scaled(hidden_grad_SD, scale), _scaled(weight_grad_VD, scale), None, None, None, None
 
 
 def _run_chunk(
@@ -124,20 +143,29 @@ def _run_chunk(
     labels_S: Tensor,
     *,
     loss_sum: Tensor,
+    z_sum: Tensor,
     predictions_S: Tensor,
+    z_loss: float,
     with_gradient: bool,
 ) -> Tensor:
-    """Add to ``loss_sum``, write ``predictions_S``, and return the gradient by the logits, if asked for."""
+    """Add to the sums, write ``predictions_S``, and return the gradient by the logits, if asked for."""
     logits_SV = _logits(hidden_SD, weight_VD)
     torch.argmax(logits_SV, dim=-1, out=predictions_S)
     log_probs_SV = F.log_softmax(logits_SV, dim=-1)
     has_label_S1 = labels_S.unsqueeze(1) != IGNORE_LABEL
     label_S1 = labels_S.unsqueeze(1).clamp_min(0)
-    loss_sum -= log_probs_SV.gather(1, label_S1).masked_fill(~has_label_S1, 0).sum()
+    label_log_probs_S1 = log_probs_SV.gather(1, label_S1)
+    loss_sum -= label_log_probs_S1.masked_fill(~has_label_S1, 0).sum()
+    log_partition_S1 = logits_SV.gather(1, label_S1) - label_log_probs_S1 if z_loss else None
+    if log_partition_S1 is not None:
+        z_sum += log_partition_S1.square().masked_fill(~has_label_S1, 0).sum()
     if not with_gradient:
         return log_probs_SV
+    grad_SV = log_probs_SV.exp_()
+    if log_partition_S1 is not None:
+        grad_SV.mul_(1 + 2 * z_loss * log_partition_S1)
     # The gradient is the probabilities, less one at the label. One index a row: nothing collides.
-    grad_SV = log_probs_SV.exp_().scatter_add_(1, label_S1, -torch.ones_like(log_probs_SV[:, :1]))
+    grad_SV.scatter_add_(1, label_S1, -torch.ones_like(grad_SV[:, :1]))
     return grad_SV.masked_fill_(~has_label_S1, 0).to(hidden_SD.dtype)
 
 

@@ -42,6 +42,12 @@ class OptimizerConfig(BaseModel):
     grad_clip: float = Field(
         1.0, gt=0, description="Largest global gradient norm; larger ones are scaled down."
     )
+    z_loss: float = Field(
+        0.0,
+        ge=0,
+        description="Weight of the z-loss (squared log-partition of the head, mean over labels) beside the "
+        "cross entropy; usual is 1e-4, 0 is none.",
+    )
     freeze: tuple[str, ...] = Field(
         (),
         description="Parts that are not trained: no gradient of theirs is computed. Names: "

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -73,6 +73,7 @@ class StepResult:
         timings: Seconds of the step's parts: ``agree_s``, ``compute_s``, ``optimizer_s``.
         stages: Seconds of what ``compute_s`` holds, by stage and microbatch; nothing if skipped.
         experts: How evenly they were used; None without experts, or if skipped.
+        z_loss: Mean over the same labels, without its weight; None if that is 0, or if skipped.
         part_lrs: Learning rates of parts that have one of their own; nothing if skipped.
     """
 
@@ -90,6 +91,7 @@ class StepResult:
     timings: Mapping[str, float]
     stages: StageTimes = field(default_factory=StageTimes)
     experts: ExpertNumbers | None = None
+    z_loss: float | None = None
     part_lrs: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -158,11 +160,11 @@ def train_step(
     sums = [
         _forward_backward(learner, microbatch, prepared, stages) for microbatch in prepared.batch.microbatches
     ]
-    loss_sum, grad_norm = _gather_and_check(learner, [item.loss for item in sums], prepared, step=step)
+    totals = _gather_and_check(learner, sums, prepared, step=step)
     experts = expert_numbers(sums, num_tokens=prepared.num_sound_tokens)
     clock.lap("compute_s")
     lr = learner.learning_rate_at(step)
-    clip_gradients(model.module.parameters(), norm=grad_norm, limit=learner.grad_clip)
+    clip_gradients(model.module.parameters(), norm=totals.grad_norm, limit=learner.grad_clip)
     part_lrs = set_learning_rate(learner.optimizer, lr)
     learner.optimizer.step()
     learner.optimizer.zero_grad()
@@ -170,8 +172,9 @@ def train_step(
     return StepResult(
         step=step,
         ended=False,
-        loss=loss_sum / prepared.num_labels,
-        grad_norm=grad_norm,
+        loss=totals.cross_entropy / prepared.num_labels,
+        z_loss=totals.z / prepared.num_labels if learner.objective.z_loss else None,
+        grad_norm=totals.grad_norm,
         lr=lr,
         num_tokens=prepared.num_tokens,
         num_labels=prepared.num_labels,
@@ -193,6 +196,7 @@ def run_microbatch(
     num_rows: int,
     failed: frozenset[SampleId],
     with_losses: bool = False,
+    z_loss: float = 0.0,
     stages: StageClock | None = None,
 ) -> LlmOutput:
     """Encoders, exchange, LLM: the forward of one microbatch; a collective of all ranks.
@@ -203,6 +207,7 @@ def run_microbatch(
         num_rows: Embedding rows that its encoders must make.
         failed: Samples without loss, of any kind.
         with_losses: Return the loss at each position, and no gradient.
+        z_loss: Weight of the z-loss in the sum of losses.
         stages: Times the stages of this microbatch, and of its backward.
     """
     device = model.groups.device
@@ -222,6 +227,7 @@ def run_microbatch(
         torch.from_numpy(microbatch.labels_without(failed)).to(device, non_blocking=True),
         spans=microbatch.spans_without(failed),
         with_losses=with_losses,
+        z_loss=z_loss,
     )
     stages.mark(LLM)
     return output
@@ -281,17 +287,33 @@ def _forward_backward(
     assert prepared.batch is not None, "agreed steps have a batch"
     model = learner.model
     num_rows = rows_by_plan(prepared.batch.plan, microbatch.index, rank=model.groups.rank)
-    output = run_microbatch(model, microbatch, num_rows=num_rows, failed=prepared.failed, stages=stages)
+    output = run_microbatch(
+        model,
+        microbatch,
+        num_rows=num_rows,
+        failed=prepared.failed,
+        z_loss=learner.objective.z_loss,
+        stages=stages,
+    )
     model.begin_backward(is_last=microbatch is prepared.batch.microbatches[-1])
     torch.autograd.backward(learner.objective.part(output, prepared.counts))
     stages.end()
-    return Sums.of(output)
+    return learner.objective.sums(output)
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Over all ranks: sums over labels, and the gradient norm."""
+
+    cross_entropy: float
+    z: float
+    grad_norm: float
 
 
 def _gather_and_check(
-    learner: Learner, loss_sums: list[Tensor], prepared: PreparedStep, *, step: int
-) -> tuple[float, float]:
-    """Return the global loss sum and gradient norm; the one place where the host waits for the device.
+    learner: Learner, sums: Sequence[Sums], prepared: PreparedStep, *, step: int
+) -> _Totals:
+    """Return global sums and gradient norm; the one place where the host waits for the device.
 
     Every rank adds the same gathered numbers in the same order, so all get the same bits.
 
@@ -301,13 +323,16 @@ def _gather_and_check(
     assert prepared.batch is not None, "agreed steps have a batch"
     model, groups = learner.model, learner.model.groups
     squares = local_square_sum(model.module.parameters(), world_size=groups.topology.world_size)
-    own = torch.stack([squares, *(loss.double().cpu() for loss in loss_sums)])
+    columns = [
+        torch.stack(column).double().sum().cpu()
+        for column in ([s.z for s in sums], [s.cross_entropy for s in sums])
+    ]
+    own = torch.stack([squares, *columns])
     gathered = [torch.empty_like(own) for _ in range(groups.topology.world_size)]
     dist.all_gather(gathered, own)
     rows: list[list[float]] = torch.stack(gathered).tolist()
-    grad_square = sum(row[0] for row in rows)
-    loss_sum = sum(loss for row in rows for loss in row[1:])
-    if not math.isfinite(grad_square) or not math.isfinite(loss_sum):
+    grad_square, z_sum, loss_sum = (sum(column) for column in zip(*rows, strict=True))
+    if not all(math.isfinite(value) for value in (grad_square, z_sum, loss_sum)):
         culprits = find_culprits(prepared.batch, _rerun(learner, prepared), failed=prepared.failed)
         what = f"step {step}: loss sum is {loss_sum}, squared gradient norm is {grad_square}"
         fix = (
@@ -315,7 +340,7 @@ def _gather_and_check(
             "fault, the weights are: go back a checkpoint and lower the learning rate"
         )
         raise_together(culprits, what=what, groups=groups, fix=fix, nobody="no single sample, only their sum")
-    return loss_sum, math.sqrt(grad_square)
+    return _Totals(loss_sum, z_sum, math.sqrt(grad_square))
 
 
 def _rerun(learner: Learner, prepared: PreparedStep) -> Rerun:

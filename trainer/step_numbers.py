@@ -207,6 +207,8 @@ class StepRecorder:
         }
         if not result.skipped:
             found |= {"trainer/loss": result.loss, "trainer/grad_norm": result.grad_norm}
+        if result.z_loss is not None:
+            found["trainer/z_loss"] = result.z_loss
         if result.experts is not None:
             found["trainer/balance_loss"] = result.experts.balance_loss
             found["trainer/expert_imbalance"] = result.experts.imbalance

@@ -186,7 +186,7 @@ class RankRun:
             ),
             grad_clip=config.optimizer.grad_clip,
             settings=self.digests,
-            objective=Objective.of(config.model),
+            objective=Objective.of(config.model, config.optimizer),
         )
         self.checkpointer = Checkpointer(
             self.folder.checkpoints,

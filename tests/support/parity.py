@@ -149,6 +149,7 @@ class Reference:
     num_labels: int
     balance_loss: float
     expert_counts: torch.Tensor
+    z_loss: float
 
 
 def reference_step(
@@ -157,6 +158,7 @@ def reference_step(
     *,
     failed: frozenset[SampleId] = frozenset(),
     balance_loss: float = 0.0,
+    z_loss: float = 0.0,
 ) -> Reference:
     """Return loss and gradients of one plain process; ``model`` keeps no gradient.
 
@@ -165,9 +167,10 @@ def reference_step(
         packs: Of all ranks.
         failed: Samples without loss.
         balance_loss: Weight of the load-balancing loss of a model with experts.
+        z_loss: Weight of the squared log-partitions of the head, made from all logits at once.
     """
     dtype = next(model.parameters()).dtype
-    loss_sum, balance_sum = torch.zeros(2, dtype=dtype)
+    loss_sum, balance_sum, z_sum = torch.zeros(3, dtype=dtype)
     expert_counts = torch.zeros((), dtype=dtype)
     num_tokens = 0
     num_labels = 0
@@ -189,11 +192,14 @@ def reference_step(
             spans=np.array([(span.start, span.end) for span in content.spans if span.id not in failed]),
         )
         loss_sum = loss_sum + output.loss_sum
+        log_partition = (output.hidden @ _head(model).T).logsumexp(dim=-1)
+        z_sum = z_sum + log_partition[torch.from_numpy(labels) != IGNORE_LABEL].square().sum()
         if output.balance_sum is not None:
             balance_sum = balance_sum + output.balance_sum
             expert_counts = expert_counts + output.expert_counts
         num_tokens += sum(span.end - span.start for span in content.spans if span.id not in failed)
-    torch.autograd.backward(loss_sum / num_labels + balance_loss * balance_sum / num_tokens)
+    objective = (loss_sum + z_loss * z_sum) / num_labels + balance_loss * balance_sum / num_tokens
+    torch.autograd.backward(objective)
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()
@@ -207,7 +213,12 @@ def reference_step(
         num_labels,
         float(balance_sum.detach()) / num_tokens,
         expert_counts,
+        float(z_sum.detach()) / num_labels,
     )
+
+
+def _head(model: OmniModel) -> torch.Tensor:
+    return model.llm.embed_tokens.weight if model.llm.lm_head is None else model.llm.lm_head.weight
 
 
 def _cost_model() -> CostModel:

@@ -101,7 +101,7 @@ def _steps(
             learning_rate_at=lambda step: 0.5,
             grad_clip=math.inf,
             settings={},
-            objective=Objective.of(CONFIG),
+            objective=Objective.of(CONFIG, OptimizerConfig()),
         )
         batch = parity.build_batch(plan, planner, rank=rank, failed=own)
         found[name] = train_step(learner, batch, step=0), recorder.gradients
@@ -161,7 +161,9 @@ def _half_precision(rank: int) -> tuple[dict[str, torch.Tensor], float]:
     packs = _packs([SAMPLES, []])
     planner = parity.make_planner(Topology(2), num_packs=2, balance=False)
     recorder = Recorder(model.module)
-    learner = Learner(model, recorder, lambda step: 0.5, math.inf, {}, Objective.of(CONFIG))
+    learner = Learner(
+        model, recorder, lambda step: 0.5, math.inf, {}, Objective.of(CONFIG, OptimizerConfig())
+    )
     batch = parity.build_batch(planner.plan(packs, step=0, group=0), planner, rank=dist.get_rank())
     result = train_step(learner, batch, step=0)
     return recorder.gradients, result.loss

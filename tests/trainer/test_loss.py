@@ -42,13 +42,30 @@ def test_loss_and_gradients_equal_the_plain_ones_for_any_chunk(
     positions: int, chunk_size: int, seed: int
 ) -> None:
     hidden, weight, labels = _inputs(positions, seed=seed)
-    loss, predictions = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size)
+    loss, predictions, _ = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size)
     gradients = torch.autograd.grad(loss, (hidden, weight))
     logits = hidden @ weight.T
     plain = F.cross_entropy(logits, labels, reduction="sum")
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(gradients, torch.autograd.grad(plain, (hidden, weight)))
     assert torch.equal(predictions, logits.argmax(-1))
+
+
+@settings(max_examples=30, deadline=None)
+@given(positions=st.integers(0, 20), chunk_size=st.integers(1, 25), seed=st.integers(0, 99))
+def test_the_z_loss_and_its_gradients_equal_the_plain_ones(
+    positions: int, chunk_size: int, seed: int
+) -> None:
+    hidden, weight, labels = _inputs(positions, seed=seed)
+    loss, _, z_sum = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size, z_loss=0.3)
+    gradients = torch.autograd.grad(loss, (hidden, weight))
+    logits = hidden @ weight.T
+    plain_z = logits.logsumexp(-1)[labels != -100].square().sum()
+    plain = F.cross_entropy(logits, labels, reduction="sum") + 0.3 * plain_z
+    torch.testing.assert_close(z_sum, plain_z.detach())
+    torch.testing.assert_close(loss, plain)
+    torch.testing.assert_close(gradients, torch.autograd.grad(plain, (hidden, weight)))
+    assert not z_sum.requires_grad
 
 
 @settings(max_examples=30, deadline=None)
@@ -75,7 +92,7 @@ def test_the_losses_of_half_precision_are_float32() -> None:
 @pytest.mark.parametrize("positions", [0, 5])
 def test_no_label_gives_zero_loss_and_zero_gradients(positions: int) -> None:
     hidden, weight, labels = _inputs(positions, seed=0)
-    loss, _ = chunked_cross_entropy(hidden, weight, labels.fill_(-100), chunk_size=2)
+    loss, *_ = chunked_cross_entropy(hidden, weight, labels.fill_(-100), chunk_size=2)
     loss.backward()
     assert loss.item() == 0.0
     for tensor in (hidden, weight):
@@ -85,7 +102,7 @@ def test_no_label_gives_zero_loss_and_zero_gradients(positions: int) -> None:
 
 def test_half_precision_sums_in_float32() -> None:
     hidden, weight, labels = _inputs(9, seed=1, dtype=torch.bfloat16)
-    loss, _ = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
+    loss, *_ = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
     plain = F.cross_entropy((hidden @ weight.T).float(), labels, reduction="sum")
     assert loss.dtype == torch.float32
     torch.testing.assert_close(loss, plain)
@@ -93,7 +110,7 @@ def test_half_precision_sums_in_float32() -> None:
 
 def test_the_gradient_of_half_precision_is_scaled_in_float32() -> None:
     hidden, weight, labels = _inputs(9, seed=1, dtype=torch.bfloat16)
-    loss, _ = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
+    loss, *_ = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
     whole = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     thirds = torch.autograd.grad(loss / 3, (hidden, weight))
     for one, third in zip(whole, thirds, strict=True):
@@ -105,13 +122,13 @@ def test_what_needs_no_gradient_costs_none(frozen: int) -> None:
     inputs = _inputs(9, seed=2)
     inputs[frozen].requires_grad_(False)
     with _Live() as live:
-        loss, _ = chunked_cross_entropy(*inputs, chunk_size=4)
+        loss, *_ = chunked_cross_entropy(*inputs, chunk_size=4)
         loss.backward()
     assert inputs[frozen].grad is None
     assert inputs[1 - frozen].grad is not None
     assert live.calls["mm"] + live.calls["addmm_"] == 3 + 3, "for each chunk the logits and one gradient"
     with torch.no_grad(), _Live() as live:
-        loss, _ = chunked_cross_entropy(*_inputs(9, seed=2), chunk_size=4)
+        loss, *_ = chunked_cross_entropy(*_inputs(9, seed=2), chunk_size=4)
     assert not loss.requires_grad
     assert live.calls["mm"] == 3
     assert live.calls["exp_"] == 0
@@ -154,7 +171,7 @@ def test_memory_of_forward_and_backward_is_that_of_one_chunk(chunk_size: int) ->
     weight = torch.randn(vocabulary, width, requires_grad=True)
     labels = torch.zeros(positions, dtype=torch.int64)
     with _Live(hidden, weight, labels) as live:
-        loss, _ = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size)
+        loss, *_ = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size)
         kept = live.now
         (loss / 7).backward()
     gradients = hidden.numel() + weight.numel()

@@ -26,6 +26,7 @@ from tests.support.steps import Recorder
 from trainer.agreement import Requests
 from trainer.colocation import ColocatedModel, colocate
 from trainer.model.omni import build_model
+from trainer.objective import Objective
 from trainer.parallel.config import ParallelConfig
 from trainer.parallel.mesh import make_rank_groups, pick_device
 from trainer.step import Learner, StepResult, train_step
@@ -178,6 +179,31 @@ def test_a_step_of_one_rank_equals_a_plain_loop() -> None:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_step_of_many_ranks_equals_one_plain_process(world_size: int) -> None:
     _check_parity(Topology(world_size))
+
+
+Z_LOSS = 0.02
+
+
+def _with_z_loss(rank: int) -> tuple[StepResult, dict[str, torch.Tensor]]:
+    topology = Topology(2)
+    model = _colocated(topology)
+    recorder = Recorder(model.module)
+    packs, failed = SCENARIOS["failed samples"]
+    learner = _learner(model, recorder, objective=Objective(z_loss=Z_LOSS))
+    return train_step(learner, _batch(packs, topology, failed=failed), step=0), recorder.gradients
+
+
+def test_the_z_loss_of_many_ranks_equals_that_of_one_and_is_told_apart() -> None:
+    packs, failed = SCENARIOS["failed samples"]
+    model = build_model(parity.CONFIG, seed=3).double()
+    expected = parity.reference_step(model, packs, failed=failed, z_loss=Z_LOSS)
+    for result, gradients in run_ranks(2, _with_z_loss):
+        assert result.z_loss == pytest.approx(expected.z_loss, rel=1e-5)
+        assert result.loss == pytest.approx(expected.loss, rel=1.3e-6)
+        assert result.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        for parameter, gradient in expected.gradients.items():
+            error = (gradients[parameter].double() - gradient).norm()
+            assert error <= 2e-5 * gradient.norm() + 1e-9, f"{parameter} is off by {error}"
 
 
 def test_a_step_without_balancing_equals_one_plain_process() -> None:

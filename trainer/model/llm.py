@@ -30,13 +30,14 @@ class LlmOutput(NamedTuple):
     """What a forward gives; a tuple, because FSDP finds the tensors in it.
 
     Args:
-        loss_sum: float32 scalar: cross entropy summed over positions with a label.
+        loss_sum: float32 scalar: cross entropy, and z-loss by its weight, summed over positions with a label.
         predictions: int64 [S]: the likeliest next token at each position.
         hidden: [S, D] after the last norm.
         losses: float32 [S], without gradient: cross entropy at each position, if asked for.
         balance_sum: float32 scalar: sum over samples of (tokens x load-balancing loss); with experts, and
             without ``losses``.
         expert_counts: float32 [A, E], without gradient: tokens of samples that chose each expert; likewise.
+        z_sum: float32 scalar, without gradient: z-loss summed, without its weight; if that is not 0.
     """
 
     loss_sum: Tensor
@@ -45,6 +46,7 @@ class LlmOutput(NamedTuple):
     losses: Tensor | None = None
     balance_sum: Tensor | None = None
     expert_counts: Tensor | None = None
+    z_sum: Tensor | None = None
 
 
 class LlmAttention(nn.Module):
@@ -131,6 +133,7 @@ class Llm(nn.Module):
         *,
         spans: Integers | None = None,
         with_losses: bool = False,
+        z_loss: float = 0.0,
     ) -> LlmOutput:
         """Return the loss and what belongs to it.
 
@@ -145,6 +148,7 @@ class Llm(nn.Module):
             spans: [samples, 2]; rows [start, end) of the samples that the load-balancing loss counts, a numpy
                 array; by default all that ``cu_seqlens`` bounds. Without experts it has no use.
             with_losses: Return the loss at each position; then the sum has no gradient either.
+            z_loss: Weight of the z-loss in the sum; none is added ``with_losses``.
 
         Raises:
             ValueError: Rows and positions of media differ in number, ``cu_seqlens`` or ``spans`` do not fit.
@@ -172,8 +176,8 @@ class Llm(nn.Module):
         if with_losses:
             losses_S, predictions_S = token_losses(hidden_SD, weight_VD, labels_S, chunk_size=chunk_size)
             return LlmOutput(losses_S.sum(), predictions_S, hidden_SD, losses_S)
-        loss_sum, predictions_S = chunked_cross_entropy(hidden_SD, weight_VD, labels_S, chunk_size=chunk_size)
-        output = LlmOutput(loss_sum, predictions_S, hidden_SD)
+        head = chunked_cross_entropy(hidden_SD, weight_VD, labels_S, chunk_size=chunk_size, z_loss=z_loss)
+        output = LlmOutput(head.loss_sum, head.predictions, hidden_SD, z_sum=head.z_sum if z_loss else None)
         if samples is None:
             return output
         counts_AE = torch.stack([sums.counts.sum(dim=0) for sums in of_layers])
