@@ -32,12 +32,14 @@ class ModelCounts:
         active: Of all parts, those that one token passes; fewer than ``total`` with experts.
         flops: Operations, by what they are of; those of the LLM with its head, those of an encoder with its
             projector, all without recomputation.
+        not_counted: Encoders that the run attaches by a file: they are known when they are built.
     """
 
     parameters: Mapping[str, int]
     total: int
     active: int
     flops: Mapping[str, float]
+    not_counted: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """Return all of it as plain data."""
@@ -52,6 +54,7 @@ def model_counts(config: RunConfig) -> ModelCounts:
         total=sum(parameters.values()),
         active=sum(parameter_counts(config.model, active=True).values()),
         flops=_flops(config),
+        not_counted=tuple(encoder.name for encoder in config.added_encoders),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 
 from omni_pipeline.app.model_counts import CLIP, IMAGE, ModelCounts
-from omni_pipeline.cli.tables import make_table
+from omni_pipeline.cli.tables import make_table, say
 
 
 def print_counts(counts: ModelCounts, *, seq_len: int) -> None:
@@ -18,6 +18,8 @@ def print_counts(counts: ModelCounts, *, seq_len: int) -> None:
     for name, number in rows.items():
         parameters.add_row(name, f"{number:,}", f"{number / 1e9:,.3f}")
     console.print(parameters)
+    if counts.not_counted:
+        say(console, f"attached encoders are not counted: {', '.join(counts.not_counted)}")
     flops = make_table("Operations, without recomputation", ["of"], ["number"])
     words = {
         "llm_forward_per_token": f"forward of the LLM, per token of a text of {seq_len} tokens",

@@ -8,7 +8,7 @@ import pytest
 
 from omni_pipeline.app.model_counts import model_counts
 from omni_pipeline.app.run_config import RunConfig
-from omni_pipeline.cli.config_tables import flop_words
+from omni_pipeline.cli.config_tables import flop_words, print_counts
 
 SOURCE = {"name": "texts", "shards": "none.tar", "layout": {"kind": "fields", "fields": ["txt"]}}
 
@@ -45,6 +45,14 @@ def test_media_are_resized_as_the_run_says() -> None:
     assert whole["audio_forward_per_s"] == small["audio_forward_per_s"]
     # A row is four mel frames: 25 a second through 32 blocks of 20 million numbers, twice as many before.
     assert whole["audio_forward_per_s"] == pytest.approx(2 * 50 * 635e6, rel=0.05)
+
+
+def test_attached_encoders_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run().model_dump() | {"encoders": {"depth": {"file": "examples/depth/depth_encoder.py"}}}
+    counts = model_counts(RunConfig.model_validate(run))
+    assert counts.not_counted == ("depth",)
+    print_counts(counts, seq_len=4096)
+    assert "attached encoders are not counted: depth" in capsys.readouterr().out
 
 
 def test_a_token_passes_only_its_experts() -> None:
