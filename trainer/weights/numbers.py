@@ -13,19 +13,15 @@ from omni_pipeline.core.errors import ConfigError
 from trainer.presets import LLM_PRESETS, PRESETS, VISION_PRESETS, merged
 from trainer.weights.folder import WeightsFolder, open_weights
 
-# No weight depends on them: how media are resized and cut, and how routers are evened out in training.
-FREE = (
-    "sizes.vision.min_pixels",
-    "sizes.vision.max_pixels",
-    "sizes.vision.video_fps",
-    "sizes.vision.video_min_frames",
-    "sizes.vision.video_max_frames",
-    "sizes.vision.video_min_pixels",
-    "sizes.vision.video_max_pixels",
-    "sizes.vision.video_total_pixels",
-    "sizes.audio.max_duration_s",
-    "llm.experts.balance_loss",
+# Of the sizes of media, those that are shapes of weights; the others say how media are resized and cut.
+SHAPES = (
+    "sizes.vision.patch",
+    "sizes.vision.merge",
+    "sizes.vision.temporal_patch",
+    "sizes.audio.num_mels",
 )
+# How routers are evened out in training.
+BALANCE_LOSS = "llm.experts.balance_loss"
 DEFAULT_SIZE = "demo"
 _PART_PRESETS: dict[str, Mapping[str, Mapping[str, Any]]] = {"vision": VISION_PRESETS, "llm": LLM_PRESETS}
 
@@ -46,11 +42,17 @@ def laid_over_weights(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
         weights = open_weights(path)
     except ConfigError as error:
         raise ConfigError(error.what, where="setting 'model.weights'", fix=error.fix) from error
-    _check(_stated(given, weights), weights)
+    stated = _stated(given, weights)
+    _check(stated, weights)
     size = given.get("size", DEFAULT_SIZE)
     preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
     lacking = {name: table for name, table in preset.items() if name not in weights.model}
-    return merged(merged(lacking, weights.model), given)
+    return merged(merged(lacking, weights.model), stated)
+
+
+def is_free(name: str) -> bool:
+    """Return whether no weight depends on this number of the model, so that a run may set it."""
+    return name == BALANCE_LOSS or (name.startswith("sizes.") and name not in SHAPES)
 
 
 def _stated(given: Mapping[str, Any], weights: WeightsFolder) -> dict[str, Any]:
@@ -70,7 +72,7 @@ def _check(stated: Mapping[str, Any], weights: WeightsFolder) -> None:
     problems = [
         f"model.{name} is {value!r}, the weights have {theirs!r}"
         for name, value, theirs in _differences(stated, weights.model)
-        if name not in FREE
+        if not is_free(name)
     ]
     if problems:
         more = f"\nand {len(problems) - 6} more" if len(problems) > 6 else ""

@@ -50,6 +50,8 @@ def test_numbers_may_be_repeated_and_resolved_settings_read_again(imported: Call
     table = {"weights": str(imported("bf16")), "size": "tiny", "llm": {"layers": 2}}
     config = ModelConfig.model_validate(table)
     assert ModelConfig.model_validate(json.loads(config.model_dump_json())) == config
+    # A size that fits gives what no weight depends on.
+    assert config.sizes == config_of().sizes
 
 
 def test_numbers_that_are_not_those_of_the_weights_are_named_with_both(
@@ -82,7 +84,7 @@ def test_a_size_that_says_other_numbers_is_refused(
 
 
 def test_a_language_model_leaves_the_encoders_to_the_size(imported: Callable[[str], Path]) -> None:
-    config = ModelConfig.model_validate({"weights": str(imported("experts")), "size": "tiny"})
+    config = ModelConfig.model_validate({"weights": str(imported("qwen3_moe")), "size": "tiny"})
     assert numbers(config, "vision", "audio", "sizes") == numbers(config_of(), "vision", "audio", "sizes")
     assert config.llm == EXPERTS.llm
 
