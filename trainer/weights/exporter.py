@@ -26,7 +26,7 @@ from trainer.config import ModelConfig
 from trainer.weights.folder import KEPT_NAME, TOKENIZER_NAME, Progress, WeightsFolder
 from trainer.weights.language_config import language_model_settings
 from trainer.weights.match import parameter_shapes
-from trainer.weights.names import LLM, THINKER, UNUSED, Layout, pieces_of
+from trainer.weights.names import LLM, THINKER, UNUSED, Layout, part_of, pieces_of
 from trainer.weights.reference_config import thinker_settings
 from trainer.weights.reference_files import SETTINGS_NAME, check_free, copy_files, read_settings
 from trainer.weights.safetensors_file import (
@@ -36,6 +36,7 @@ from trainer.weights.safetensors_file import (
     TensorToWrite,
     counted,
     list_file,
+    tensor_in,
 )
 
 DAMAGED = "export an earlier checkpoint, or import the weights again"
@@ -69,12 +70,14 @@ class Exported:
         num_bytes: Of the tensors.
         files: Names of all files.
         made: Tensors that no forward reads and that were not there: they are zeros.
+        left_out: Parts of the model that this class does not have.
     """
 
     class_name: str
     num_bytes: int
     files: tuple[str, ...]
     made: tuple[str, ...]
+    left_out: tuple[str, ...]
 
     @property
     def has_tokenizer(self) -> bool:
@@ -118,7 +121,7 @@ def export_weights(
         (draft / SETTINGS_NAME).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         _write(draft, shards, _values(plan, source), total=total, progress=progress)
         files = tuple(sorted(path.name for path in draft.iterdir()))
-    return Exported(content["architectures"][0], total, files, made)
+    return Exported(content["architectures"][0], total, files, made, source.parts_beside(layout))
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class _Checkpoint:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._memory = bytearray()
         self._reader = FileSystemReader(path)
         try:
             self._metadata: Metadata = self._reader.read_metadata()
@@ -152,10 +156,20 @@ class _Checkpoint:
             raise DataError(f"there is no parameter {name}", where=str(self._path), fix=DAMAGED)
         return found
 
+    def parts_beside(self, layout: Layout) -> tuple[str, ...]:
+        """Return the parts that are here and that files of ``layout`` do not hold."""
+        names = [name.removeprefix("model.") for name in self._metadata.state_dict_metadata]
+        known = [name for name in names if name.startswith(("encoders.", "llm."))]
+        return tuple(sorted({part_of(name) for name in known if layout.rename(name) is None}))
+
     def read(self, name: str) -> Tensor:
-        """Return a parameter, whole, in the type that is stored."""
+        """Return a parameter, whole, in the type that is stored; valid until the next is read."""
         entry = self.entry(name)
-        tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
+        num_bytes = entry.size.numel() * entry.properties.dtype.itemsize
+        if num_bytes > len(self._memory):
+            self._memory = bytearray()  # before the larger one is there
+            self._memory = bytearray(num_bytes)
+        tensor = tensor_in(self._memory, entry.size, entry.properties.dtype)
         planner = DefaultLoadPlanner()
         planner.set_up_planner({f"model.{name}": tensor}, self._metadata, is_coordinator=True)
         try:
@@ -220,7 +234,7 @@ def _values(plan: list[_Item], source: _Checkpoint) -> Iterator[Tensor]:
             yield item.kept
             continue
         if item.parameter != name:
-            parameter = torch.empty(0)  # before the next is read
+            del parameter  # so that its memory is free for the next
             name, parameter = item.parameter, source.read(item.parameter)
         yield parameter[item.index].reshape(item.to_write.shape)
 

@@ -186,7 +186,7 @@ class _StreamingPlanner(DefaultSavePlanner):
         self._progress = progress
         self._total = sum(block.num_bytes for block in blocks)
         self._done = 0
-        self._last: Tensor | None = None
+        self._memory = bytearray(max(block.num_bytes for block in blocks))
 
     def create_local_plan(self) -> SavePlan:
         """Return one item per block."""
@@ -194,14 +194,11 @@ class _StreamingPlanner(DefaultSavePlanner):
         return self.plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """Read a block. The one before is emptied: the writer keeps tensors until it closes its file."""
-        if self._last is not None:
-            self._last.untyped_storage().resize_(0)
+        """Read a block into the memory that all share: the writer keeps tensors until it closes its file."""
         block = self._blocks[write_item.index.fqn, tuple(write_item.index.offset or ())]
-        self._last = block.stored.read(block.first, block.num_elements)
-        self._done += self._last.nbytes
+        self._done += block.num_bytes
         self._progress(self._done, self._total)
-        return self._last.view(block.sizes)
+        return block.stored.read(block.first, block.num_elements, into=self._memory).view(block.sizes)
 
 
 def _write_item(name: str, block: Block) -> WriteItem:

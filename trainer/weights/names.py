@@ -120,6 +120,12 @@ def pieces_of(name: str, shape: Shape, *, layout: Layout, config: ModelConfig) -
     return tuple(found)
 
 
+def part_of(name: str) -> str:
+    """Return the encoder that a parameter belongs to, or ``llm``."""
+    head, *rest = name.split(".")
+    return rest[0] if head == "encoders" else head
+
+
 def from_reference(
     tensors: Mapping[str, Tensor], *, shapes: Mapping[str, Shape], layout: Layout, config: ModelConfig
 ) -> dict[str, Tensor]:

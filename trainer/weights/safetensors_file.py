@@ -7,7 +7,6 @@ not depend on the size of the model. The format: https://github.com/huggingface/
 
 from __future__ import annotations
 
-import ctypes
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -59,23 +58,35 @@ class StoredTensor:
         """Of the tensor."""
         return math.prod(self.shape)
 
-    def read(self, first: int, count: int) -> Tensor:
+    def read(self, first: int, count: int, *, into: bytearray | None = None) -> Tensor:
         """Return elements ``first`` to ``first + count`` in row-major order, [count], in the file's type.
+
+        Args:
+            first: Of the elements.
+            count: Of the elements.
+            into: Memory to use, at least that large; the tensor is a view of it. Default: its own.
 
         Raises:
             DataError: The file has become shorter since it was listed.
         """
-        values = torch.empty(count, dtype=DTYPES[self.dtype])
-        size = values.element_size()
+        dtype = DTYPES[self.dtype]
+        memory = bytearray(count * dtype.itemsize) if into is None else into
+        rest = memoryview(memory)[: count * dtype.itemsize]
         with self.file.open("rb", buffering=0) as file:
-            file.seek(self.start + first * size)
-            buffer = bytes_of(values)
-            while len(buffer):
-                got = file.readinto(buffer)  # Linux gives at most 2 GiB at once
+            file.seek(self.start + first * dtype.itemsize)
+            while len(rest):
+                got = file.readinto(rest)  # Linux gives at most 2 GiB at once
                 if not got:
-                    raise DataError(f"{self.file} ends {len(buffer)} bytes early", fix=FIX)
-                buffer = buffer[got:]
-        return values
+                    raise DataError(f"{self.file} ends {len(rest)} bytes early", fix=FIX)
+                rest = rest[got:]
+        return tensor_in(memory, (count,), dtype)
+
+
+def tensor_in(memory: bytearray, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return a tensor that views the first bytes of ``memory``."""
+    count = math.prod(shape)
+    flat = torch.frombuffer(memory, dtype=dtype, count=count) if count else torch.empty(0, dtype=dtype)
+    return flat.view(*shape)
 
 
 def list_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -170,14 +181,6 @@ def _stored(path: Path, entry: Mapping[str, Any], data_start: int) -> StoredTens
     return StoredTensor(path, dtype, shape, data_start + start, wanted)
 
 
-def bytes_of(values: Tensor) -> memoryview:
-    """Return the memory of ``values``, contiguous and on the CPU; valid as long as ``values`` is.
-
-    Not by way of numpy: storage that numpy has seen can never be freed early.
-    """
-    return memoryview((ctypes.c_ubyte * values.nbytes).from_address(values.data_ptr())).cast("B")
-
-
 def counted(names: Sequence[str], what: str, *, plural: str = "", shown: int = 4) -> str:
     """Return the number of ``names``, and the first few of them."""
     more = ", ..." if len(names) > shown else ""
@@ -241,4 +244,4 @@ class SafetensorsWriter:
         step = BLOCK_BYTES // expected.dtype.itemsize
         for start in range(0, len(flat), step):
             block = flat[start : start + step].to(expected.dtype)
-            self._file.write(bytes_of(block))
+            self._file.write(block.view(torch.uint8).numpy().data)

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from omni_pipeline.core.errors import StateMismatchError
 from trainer.weights.folder import WeightsFolder
+from trainer.weights.names import part_of
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,3 @@ def load_weights(weights: WeightsFolder, model: nn.Module) -> tuple[str, ...]:
         first = f"; first weights of {', '.join(lacking)} are made from the seed" if lacking else ""
         logger.info("weights from %s%s", weights.path, first)
     return lacking
-
-
-def part_of(name: str) -> str:
-    """Return the encoder that a parameter belongs to, or ``llm``."""
-    head, *rest = name.split(".")
-    return rest[0] if head == "encoders" else head

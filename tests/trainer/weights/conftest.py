@@ -1,4 +1,4 @@
-"""Tiny models of the reference on disk, made once per process."""
+"""Tiny models of the reference on disk, saved by the library itself, made once per process."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ import pytest
 import torch
 
 from tests.support.reference_library import transformers
+from tests.support.reference_thinker import reference_config
 from trainer.config import ModelConfig
-from trainer.weights.language_config import language_model_settings
-from trainer.weights.reference_config import thinker_settings
 
-SPECIAL = {"image": 259, "video": 260, "audio": 263, "audio_start": 261, "audio_end": 262}
-
-
-def make_thinker(config: ModelConfig, *, dtype: torch.dtype = torch.float32) -> Any:
-    """Return a thinker of the library with random weights of that type."""
-    settings = thinker_settings(config, like={}, special=SPECIAL, dtype=str(dtype).removeprefix("torch."))
-    kind = transformers.Qwen2_5OmniThinkerForConditionalGeneration
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        return kind(transformers.Qwen2_5OmniThinkerConfig(**settings)).to(dtype)
-
-
-def make_language_model(config: ModelConfig) -> Any:
-    """Return the library's language model of that size, in bfloat16."""
-    settings = language_model_settings(config.llm, like={}, dtype="bfloat16")
-    library = transformers.AutoConfig.for_model(**settings)
-    with torch.random.fork_rng():
-        torch.manual_seed(8)
-        return transformers.AutoModelForCausalLM.from_config(library).to(torch.bfloat16)
+LANGUAGE_MODEL = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+LANGUAGE_MODELS: dict[str, dict[str, Any]] = {
+    "qwen2": {},
+    "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "mlp_only_layers": [0],
+        "norm_topk_prob": True,
+    },
+}
 
 
 def config_of(**llm: Any) -> ModelConfig:
@@ -47,19 +48,34 @@ EXPERTS = config_of(
 )
 
 
+def make_thinker(config: ModelConfig, *, dtype: torch.dtype) -> Any:
+    """Return a thinker of the library with random weights of that type."""
+    with torch.random.fork_rng():
+        torch.manual_seed(7)
+        return transformers.Qwen2_5OmniThinkerForConditionalGeneration(reference_config(config)).to(dtype)
+
+
+def make_language_model(kind: str) -> Any:
+    """Return a language model of the library, in bfloat16."""
+    config = transformers.AutoConfig.for_model(kind, **LANGUAGE_MODEL, **LANGUAGE_MODELS[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(8)
+        return transformers.AutoModelForCausalLM.from_config(config).to(torch.bfloat16)
+
+
 @pytest.fixture(scope="session")
 def reference_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Give a folder of the reference by name; tests must not change it.
 
-    ``bf16``, ``tied``: a thinker in one file; ``fp32``: one in several; ``experts``: a Qwen3-MoE.
+    ``bf16``, ``tied``: a thinker in one file; ``fp32``: one in several; else a language model of that kind.
     """
     made: dict[str, Path] = {}
 
     def folder(name: str) -> Path:
         if name not in made:
             path = tmp_path_factory.mktemp("reference") / name
-            if name == "experts":
-                make_language_model(EXPERTS).save_pretrained(path)
+            if name in LANGUAGE_MODELS:
+                make_language_model(name).save_pretrained(path)
             else:
                 dtype = torch.float32 if name == "fp32" else torch.bfloat16
                 model = make_thinker(config_of(tied_head=name == "tied"), dtype=dtype)
