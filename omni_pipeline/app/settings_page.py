@@ -20,7 +20,8 @@ Made from the code by `make docs`. A flag is an assignment into the file: `--opt
 `--sources.0.weight 2`. Precedence: flag, file, default. `omni config show FILE` prints all values and where
 each comes from. `run.schema.json` beside this page lets editors complete and check a run file.
 
-For `model`, a default that is shown as *by size* is that of the preset `model.size`.
+For `model`, a default that is shown as *by size* is that of the preset `model.size`, or the number of
+`model.weights` if that is set.
 
 | setting | type | default | meaning |
 |---|---|---|---|
@@ -93,7 +94,7 @@ def _kind(item: dict[str, Any], definitions: dict[str, Any]) -> str:
 
 
 def _default(item: dict[str, Any], place: str) -> str:
-    if place.startswith("model.") and place != "model.size":
+    if place.startswith("model.") and place not in ("model.size", "model.weights"):
         return "*by size*"
     value = item.get("default")
     return "" if value is None else f"`{json.dumps(value)}`"

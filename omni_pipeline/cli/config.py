@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from omni_pipeline.core.config import assignments, merge_flags, read_toml, validate
+from trainer.weights.folder import open_weights
+
+if TYPE_CHECKING:
+    from omni_pipeline.app.run_config import RunConfig
 
 
 @click.group()
@@ -24,7 +28,7 @@ def command() -> None:
 @click.option("--json", "as_json", is_flag=True, help="One JSON object.")
 @click.argument("flags", nargs=-1, type=click.UNPROCESSED)
 def show(run_file: Path, as_json: bool, flags: tuple[str, ...]) -> None:
-    """Print every setting of RUN_FILE with FLAGS applied, and whether it is from a flag, the file or default.
+    """Print every setting of RUN_FILE with FLAGS applied, and if it is from a flag, file, weights or default.
 
     Below: the parameters of each part of the model, and the operations of a forward and of training. With
     --json they are one more entry beside the settings, "counts".
@@ -41,12 +45,25 @@ def show(run_file: Path, as_json: bool, flags: tuple[str, ...]) -> None:
     if as_json:
         click.echo(json.dumps({**settings, "counts": counts.to_dict()}))
         return
-    in_file, in_flags = set(_flat(data)), {name for name, _ in assignments(flags)}
+    origins = {
+        "flag": {name for name, _ in assignments(flags)},
+        "file": set(_flat(data)),
+        "weights": _in_weights(config),
+    }
     for name, value in _flat(settings).items():
-        origin = "flag" if _is_within(name, in_flags) else "file" if _is_within(name, in_file) else "default"
+        origin = next((origin for origin, given in origins.items() if _is_within(name, given)), "default")
         click.echo(f"{name} = {json.dumps(value)}  # {origin}")
     click.echo()
     print_counts(counts, seq_len=config.order.seq_len)
+
+
+def _in_weights(config: RunConfig) -> set[str]:
+    """Return the settings that the weights of ``model.weights`` give, if they are not given otherwise."""
+    if config.model.weights is None:
+        return set()
+    weights = open_weights(config.model.weights)
+    tokenizer = {"tokenizer.path"} if weights.tokenizer is not None else set()
+    return tokenizer | {f"model.{name}" for name in _flat(weights.model)}
 
 
 def _is_within(name: str, given: set[str]) -> bool:

@@ -129,5 +129,7 @@ def export(
     click.echo(f"{out}: {done.class_name} of {weights.path}, {done.num_bytes / 1e9:.2f} GB in {files}")
     if done.made:
         click.echo(f"made of zeros, as nothing reads them: {', '.join(done.made)}")
+    if done.left_out:
+        click.echo(f"left out, as {done.class_name} has no such part: {', '.join(done.left_out)}")
     if not done.has_tokenizer:
         click.echo("no tokenizer file: the model was trained on bytes, or give one with --like")

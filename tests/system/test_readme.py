@@ -27,7 +27,7 @@ def test_the_commands_of_the_readme_work_as_pasted(tmp_path: Path) -> None:
     bin_folder = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}"}
     commands = pasted_commands()
-    assert len(commands) == 3
+    assert len(commands) == 4
     for block in commands:
         done = subprocess.run(
             ["bash", "-e", "-c", block],
