@@ -59,7 +59,7 @@ from trainer.colocation import colocate, omni_anchors, parameters_by_part
 from trainer.evaluation import evaluate
 from trainer.loop import LoopSettings, TrainEnd, train
 from trainer.model.attention import KERNEL_WORDS, attention_kernel
-from trainer.model.blocks import recompute_blocks
+from trainer.model.blocks import check_compiler, prepare_blocks
 from trainer.model.omni import build_model
 from trainer.objective import Objective
 from trainer.optimizer import build_optimizer, learning_rate
@@ -142,6 +142,8 @@ class RankRun:
         self.topology = build_topology(
             config, world_size=place.world_size, ranks_per_node=place.local_world_size
         )
+        if compiled := [name for name, part in config.parts.items() if part.compile]:
+            check_compiler(device, parts=compiled)
         self.tokenizer = build_tokenizer(config)
         self.stream = training_stream(config, self.tokenizer)
         self.held_out = {
@@ -160,16 +162,15 @@ class RankRun:
     def prepare_model(self) -> None:
         """Build and shard the model and its optimizer; a collective of all ranks."""
         config = self.config
-        parts = {"llm": config.llm, **{name: config.encoder(name) for name in config.encoder_names}}
         model = build_model(config.model, added=config.added_encoders, device="meta")
         freeze(parameters_by_part(omni_anchors(model), model.llm), config.optimizer.freeze)
-        for name, part in parts.items():
-            if part.recompute:
-                recompute_blocks(model.llm if name == "llm" else model.encoders[name])
+        for name, part in config.parts.items():
+            module = model.llm if name == "llm" else model.encoders[name]
+            prepare_blocks(module, recompute=part.recompute, compiled=part.compile)
         self.model = colocate(
             model,
             groups=make_rank_groups(self.topology, device=self.device),
-            parallel={name: part.parallel for name, part in parts.items()},
+            parallel={name: part.parallel for name, part in config.parts.items()},
             precision=config.run.precision,
             seed=config.run.seed,
         )

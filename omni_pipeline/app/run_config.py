@@ -62,6 +62,11 @@ class PartSection(Section):
         description="Keep only the input of each block and run it again in the backward: less memory, "
         "a third more operations.",
     )
+    compile: bool = Field(
+        False,
+        description="Compile each block (torch.compile), attention left out; needs a C++ compiler. The first "
+        "step takes minutes.",
+    )
 
 
 class EncoderSection(PartSection):
@@ -175,6 +180,11 @@ class RunConfig(Section):
     def encoder_names(self) -> tuple[str, ...]:
         """All encoders, in the order in which their rows follow each other."""
         return (*ENCODERS, *(encoder.name for encoder in self.added_encoders))
+
+    @property
+    def parts(self) -> dict[str, PartSection]:
+        """The settings of the LLM and of every encoder, by name."""
+        return {"llm": self.llm, **{name: self.encoder(name) for name in self.encoder_names}}
 
     def encoder(self, name: str) -> EncoderSection:
         """Return the settings of one encoder, by default those of an empty table."""

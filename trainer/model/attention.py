@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from trainer.model.blocks import outside_graphs
+
 AttentionKernel = Literal["varlen", "grouped"]
 
 KERNEL_WORDS: dict[AttentionKernel, str] = {
@@ -101,6 +103,8 @@ class Segments:
         return rows if name == "sort" else np.argsort(rows)
 
 
+# Lengths of segments change with every microbatch: in a graph each would be compiled.
+@outside_graphs
 def attend(q_LNH: Tensor, k_LKH: Tensor, v_LKH: Tensor, *, segments: Segments, causal: bool) -> Tensor:
     """Return softmax(q k / sqrt(H)) v inside every segment: [L, N, H]; L = 0 stays on the graph.
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.experts_config import ExpertsConfig
+from trainer.model.blocks import outside_graphs
 from trainer.model.expert_balance import RoutedSamples, RouterSums
 
 GROUPED_ALIGNMENT_BYTES = 16
@@ -103,6 +104,8 @@ class SparseMlp(nn.Module):
         self.gate = Router(hidden, config)
         self.experts = Experts(hidden, config)
 
+    # How many tokens an expert gets changes with every microbatch.
+    @outside_graphs
     def forward(self, x_SD: Tensor, samples: RoutedSamples | None) -> tuple[Tensor, RouterSums | None]:
         """Return [S, D], and the sums that the load-balancing loss needs, if there are ``samples``."""
         routing: Routing = self.gate(x_SD)

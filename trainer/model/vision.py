@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from trainer.config import CHANNELS, ModelConfig, VisionConfig
 from trainer.model.attention import Integers, Segments, attend
+from trainer.model.blocks import outside_graphs
 from trainer.model.layout import Indices, share_layout, vision_layout
 from trainer.model.mlp import SwiGlu
 from trainer.model.norm import RMSNorm
@@ -77,6 +78,7 @@ class Reach:
         self.exchange = exchange
         self.shared = {degree: Segments(found) for degree, found in (shared or {}).items()}
 
+    @outside_graphs
     def attend(self, q_PNH: Tensor, k_PNH: Tensor, v_PNH: Tensor) -> Tensor:
         """Return [P, N, H]; a collective of the group if there is an exchange."""
         if self.exchange is None:

@@ -16,7 +16,7 @@ from tests.support.depth import ENCODER_FILE, changed_file, kinds_restored
 from trainer.colocation import omni_anchors, parameters_by_part
 from trainer.config import ModelConfig
 from trainer.model.added import build_added
-from trainer.model.blocks import recompute_blocks
+from trainer.model.blocks import prepare_blocks
 from trainer.model.omni import build_model
 
 CONFIG = ModelConfig(size="tiny")
@@ -56,7 +56,7 @@ def test_segments_do_not_see_each_other_and_recomputation_changes_nothing(encode
     together.square().sum().backward()
     gradients = {name: value.grad.clone() for name, value in module.named_parameters()}
     module.zero_grad()
-    recompute_blocks(module)
+    prepare_blocks(module, recompute=True, compiled=False)
     module(units, grids).square().sum().backward()
     for name, value in module.named_parameters():
         torch.testing.assert_close(value.grad, gradients[name])
@@ -106,5 +106,5 @@ def test_a_module_that_ranks_cannot_rely_on_is_told(
 
 def test_recomputation_without_blocks_is_told(tmp_path: Path) -> None:
     encoder = load_encoder(changed_file(tmp_path, ("self.block_list", "self.blocks")))
-    with pytest.raises(ConfigError, match="DepthEncoder has no block_list to recompute"):
-        recompute_blocks(build_added(encoder, width=64))
+    with pytest.raises(ConfigError, match="recompute or compile is set, but DepthEncoder has no block_list"):
+        prepare_blocks(build_added(encoder, width=64), recompute=True, compiled=False)
