@@ -190,12 +190,18 @@ def _anchors_and_llm(model: OmniModel) -> tuple[Any, nn.Module]:
     return omni_anchors(model), model.llm
 
 
+def _product_flops(_: Any, left: Sequence[int], right: Sequence[int], **named: Any) -> int:
+    return 2 * left[0] * left[1] * right[1]
+
+
 def _matmul_flops(run: Callable[[], Any]) -> int:
     """Return the operations of matrix products, without those of attention and of convolutions."""
-    with FlopCounterMode(display=False) as counter:
+    products = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_)
+    # The loss adds up the gradient of the head in place, which is not counted by itself.
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: _product_flops}) as counter:
         run()
     counts = counter.get_flop_counts()["Global"]
-    return counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
+    return sum(counts.get(product, 0) for product in products)
 
 
 def _count_flops(rank: int) -> tuple[dict[Frozen, int], dict[str, int]]:
