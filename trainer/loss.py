@@ -105,7 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs_hidden, needs_weight = (with_gradient and needed for needed in ctx.needs_input_grad[:2])
         hidden_grad_SD = torch.empty_like(hidden_SD) if needs_hidden else None
-        weight_grad_VD = torch.zeros_like(weight_VD) if needs_weight else None
+        weight_grad_VD = torch.zeros_like(weight_VD, dtype=_wide(hidden_SD)) if needs_weight else None
         predictions_S = torch.empty_like(labels_S)
         loss_sum, z_sum = hidden_SD.new_zeros(2, dtype=_wide(hidden_SD)).unbind()
         for start in range(0, len(labels_S), chunk_size):
@@ -124,9 +124,10 @@ class _ChunkedLoss(torch.autograd.Function):
             if hidden_grad_SD is not None:
                 torch.mm(grad_SV, weight_VD, out=hidden_grad_SD[rows])
             if weight_grad_VD is not None:
-                weight_grad_VD.addmm_(grad_SV.T, hidden_SD[rows])
+                _add_product(weight_grad_VD, grad_SV, hidden_SD[rows])
             del grad_SV
         ctx.save_for_backward(hidden_grad_SD, weight_grad_VD)
+        ctx.weight_dtype = weight_VD.dtype
         ctx.mark_non_differentiable(predictions_S, z_sum)
         return loss_sum + z_loss * z_sum, predictions_S, z_sum
 
@@ -134,7 +135,8 @@ class _ChunkedLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden_grad_SD, weight_grad_VD = ctx.saved_tensors
-        return _scaled(hidden_grad_SD, scale), _scaled(weight_grad_VD, scale), None, None, None, None
+        hidden_grad_SD = _scaled(hidden_grad_SD, scale)
+        return hidden_grad_SD, _scaled(weight_grad_VD, scale, dtype=ctx.weight_dtype), None, None, None, None
 
 
 def _run_chunk(
@@ -169,11 +171,24 @@ def _run_chunk(
     return grad_SV.masked_fill_(~has_label_S1, 0).to(hidden_SD.dtype)
 
 
-def _scaled(gradient: Tensor | None, scale: Tensor) -> Tensor | None:
+def _add_product(sum_VD: Tensor, grad_SV: Tensor, hidden_SD: Tensor) -> None:
+    """Add the product of a chunk. Between chunks the sum stays wide: in bfloat16 every chunk would round it,
+    and a hundred of them are ten times as wrong as one product. By blocks of rows, so that no second gradient
+    of the whole head exists.
+    """
+    if grad_SV.dtype == sum_VD.dtype:
+        sum_VD.addmm_(grad_SV.T, hidden_SD)
+        return
+    block = chunk_size_for(sum_VD.shape[1])
+    for out, grad in zip(torch.split(sum_VD, block), torch.split(grad_SV, block, dim=1), strict=True):
+        out += grad.T @ hidden_SD
+
+
+def _scaled(gradient: Tensor | None, scale: Tensor, *, dtype: torch.dtype | None = None) -> Tensor | None:
     """Multiply in the type of ``scale``, by blocks: in bfloat16 a scale of 1 / tokens would lose 16 bits."""
     if gradient is None:
         return None
-    scaled = torch.empty_like(gradient)
+    scaled = torch.empty_like(gradient, dtype=dtype)
     block = chunk_size_for(gradient.shape[1])
     for rows, out in zip(torch.split(gradient, block), torch.split(scaled, block), strict=True):
         torch.mul(rows.to(scale.dtype), scale, out=out)

@@ -108,9 +108,30 @@ def test_half_precision_sums_in_float32() -> None:
     torch.testing.assert_close(loss, plain)
 
 
+def test_many_chunks_of_half_precision_are_as_right_as_one() -> None:
+    hidden, weight, labels = _inputs(1200, seed=1, dtype=torch.bfloat16)
+    hidden = hidden.detach() + 1  # rows alike, so that the sum grows and small parts of it could get lost
+    exact = _weight_gradient(hidden.double(), weight.double(), labels, chunk_size=1200)
+    errors = [
+        float((_weight_gradient(hidden, weight, labels, chunk_size=size).double() - exact).norm())
+        for size in (1200, 8)
+    ]
+    assert errors[1] < 2 * errors[0]
+
+
+def _weight_gradient(
+    hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, *, chunk_size: int
+) -> torch.Tensor:
+    weight = weight.detach().requires_grad_()
+    loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=chunk_size).loss_sum
+    (gradient,) = torch.autograd.grad(loss, weight)
+    assert gradient.dtype == weight.dtype
+    return gradient
+
+
 def test_the_gradient_of_half_precision_is_scaled_in_float32() -> None:
     hidden, weight, labels = _inputs(9, seed=1, dtype=torch.bfloat16)
-    loss, *_ = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
+    loss, *_ = chunked_cross_entropy(hidden, weight, labels, chunk_size=9)  # a single product
     whole = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
     thirds = torch.autograd.grad(loss / 3, (hidden, weight))
     for one, third in zip(whole, thirds, strict=True):
