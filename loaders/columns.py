@@ -37,7 +37,7 @@ SEGMENT = np.dtype(
 """One field of one sample; the names are those of ``core.sample.Segment``, its grid in three parts."""
 SegmentArray = npt.NDArray[np.void]
 StatusArray = npt.NDArray[np.int8]
-TEXT = MODALITIES.index(Modality.TEXT)
+TEXT, VIDEO, AUDIO = (MODALITIES.index(kind) for kind in (Modality.TEXT, Modality.VIDEO, Modality.AUDIO))
 _PICTURES = (Modality.IMAGE, Modality.VIDEO)
 _RAW = {
     Modality.IMAGE: ("height", "width"),
@@ -55,6 +55,7 @@ class SizedBatch:
         keys: Arrow string [rows].
         suffixes: What ``segments["suffix"]`` counts in, as spelled in the shard.
         segments: Of each field, ``SEGMENT`` [rows].
+        tracks: By place of a field whose clips bring their sound, ``SEGMENT`` [rows]; no member where silent.
         sizes: What each row takes of a pack, with its status.
         problems: By row: why it is ``UNUSABLE``.
     """
@@ -63,6 +64,7 @@ class SizedBatch:
     keys: pa.StringArray
     suffixes: tuple[str, ...]
     segments: tuple[SegmentArray, ...]
+    tracks: dict[int, SegmentArray]
     sizes: PackSizes
     problems: dict[int, str]
 
@@ -83,25 +85,39 @@ class Sizing:
         sizes: Of the model.
         tokenizer: Fingerprint of the one whose counts are used.
         screen: Leaves rows out; None leaves none out.
+        sounds: Places of the fields whose clips bring their sound.
     """
 
     fields: tuple[tuple[str, ...], ...]
     sizes: ModelSizes
     tokenizer: str
     screen: Screen | None = None
+    sounds: frozenset[int] = frozenset()
 
     def __call__(self, index: ShardIndex) -> SizedBatch:
         """Return the rows of ``index``, sized; about 0.15 ms per thousand that have the same members."""
         rows = _Rows(index)
         found = [rows.find(wanted) for wanted in self.fields]
-        segments = tuple([self._size(rows, members) for members in found])
-        sizes = rows.pack_sizes()
-        batch = SizedBatch(index.shard, index.keys, tuple(rows.suffixes), segments, sizes, rows.problems)
+        segments: list[SegmentArray] = []
+        tracks: dict[int, SegmentArray] = {}
+        for place, members in enumerate(found):
+            segments.append(self._size(rows, members))
+            if place in self.sounds:
+                tracks[place] = self._size_tracks(rows, members, segments[-1])
+        batch = SizedBatch(
+            shard=index.shard,
+            keys=index.keys,
+            suffixes=tuple(rows.suffixes),
+            segments=tuple(segments),
+            tracks=tracks,
+            sizes=rows.pack_sizes(),
+            problems=rows.problems,
+        )
         if self.screen is None:
             return batch
         status = self.screen(index, [item.members for item in found], batch)
         status[~rows.is_good & (status != DENIED)] = UNUSABLE
-        return replace(batch, sizes=replace(sizes, status=status))
+        return replace(batch, sizes=replace(batch.sizes, status=status))
 
     def _size(self, rows: _Rows, found: _Found) -> SegmentArray:
         """Return the segments that ``found`` fills; those of rows that are not good mean nothing."""
@@ -134,6 +150,26 @@ class Sizing:
             for place, error in failed.items():
                 rows.leave(place if isinstance(places, slice) else places[place], error.what)
         return segments
+
+    def _size_tracks(self, rows: _Rows, found: _Found, clips: SegmentArray) -> SegmentArray:
+        """Return the sound of the ``clips`` that ``found`` fills; their bytes hold both."""
+        numbers = rows.index.numbers
+        tracks = clips.copy()
+        tracks["modality"] = -1
+        has_sound = (clips["modality"] == VIDEO) & rows.is_good
+        has_sound &= np.append(numbers["num_samples"], 0)[found.members] > 0
+        places = np.flatnonzero(has_sound)
+        wanted = found.members[places]
+        raw = {name: numbers[name][wanted] for name in _RAW[Modality.AUDIO]}
+        grids, failed = media_grids(Modality.AUDIO, raw, self.sizes)
+        num_rows = grid_rows(Modality.AUDIO, grids, self.sizes)
+        tracks["modality"][places] = AUDIO
+        _fill(tracks, places, (grids[:, 0], 1, 1), num_rows, num_rows + 2)
+        rows.tokens[places] += num_rows + 2
+        rows.mel_frames[places] += grids[:, 0]
+        for place, error in failed.items():
+            rows.leave(places[place], f"sound of the clip: {error.what}")
+        return tracks
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import logging
 import multiprocessing
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ import pyarrow as pa
 from loaders.decode.audio import audio_size
 from loaders.decode.image import image_size
 from loaders.decode.text import Tokenizer, decode_text, load_tokenizer
+from loaders.decode.track import track_size
 from loaders.decode.video import video_size
 from loaders.index_file import IndexFile, open_index, write_index
 from loaders.index_rows import (
@@ -222,7 +223,10 @@ def _measure_media(shard: str, member: TarMember, suffix: str, modality: Modalit
         if modality is Modality.IMAGE:
             return image_size(file)
         if modality is Modality.VIDEO:
-            return video_size(file)
+            raw = video_size(file)
+            file.seek(0)
+            sample_rate, num_samples = track_size(file)
+            return replace(raw, sample_rate=sample_rate, num_samples=num_samples)
         if modality is Modality.AUDIO:
             return audio_size(file, suffix=suffix.rpartition(".")[2])
         return KINDS[modality].measure(file)

@@ -29,7 +29,7 @@ from loaders.storage import (
 from omni_pipeline.core.errors import ShardError
 
 INDEX_SUFFIX = ".index.arrow"
-INDEX_VERSION = 2
+INDEX_VERSION = 3
 BATCH_ROWS = 1024
 
 _READ_OPTIONS = pa.ipc.IpcReadOptions(use_threads=False)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from loaders.batches import Batches
-from loaders.columns import MODALITIES, TEXT, SizedBatch, Sizing
+from loaders.columns import MODALITIES, TEXT, VIDEO, SizedBatch, Sizing
 from loaders.decode.text import Tokenizer
 from loaders.filters import Filter, count_left_out, describe_counts, open_filter
 from loaders.fitting import PackSizes
@@ -91,7 +91,9 @@ class Source:
         self._num_batches = -(-table.num_samples // BATCH_ROWS)
         self._batch_firsts = np.cumsum(self._num_batches) - self._num_batches
         self.fingerprint = self._fingerprint(config, sizes)
-        sizing = Sizing(tuple(item.suffixes for item in self._fields), sizes, tokenizer, self.filter)
+        sounds = frozenset(place for place, item in enumerate(self._fields) if item.sound)
+        suffixes = tuple(item.suffixes for item in self._fields)
+        sizing = Sizing(suffixes, sizes, tokenizer, self.filter, sounds)
         self._batches = Batches(self.shards, sizing, check=self._check_same)
 
     def __len__(self) -> int:
@@ -152,17 +154,20 @@ class Source:
         if place in batch.problems:
             raise ValueError(f"row {ordinal} of source {self.name!r} is unusable: {batch.problems[place]}")
         key = batch.keys[place].as_py()
-        segments = tuple(
-            [
-                _segment(column.item(place), batch.suffixes, key, loss=loss, patch_s=self._patch_s)
-                for column, loss in zip(batch.segments, self._losses, strict=True)
-            ]
-        )
+        segments = [
+            self._segment(column.item(place), batch.suffixes, key, loss=loss)
+            for column, loss in zip(batch.segments, self._losses, strict=True)
+        ]
+        # From the last on, so that the places of those before it stay.
+        for field, column in reversed(batch.tracks.items()):
+            track = column.item(place)
+            if track[0] >= 0:
+                segments.insert(field + 1, self._segment(track, batch.suffixes, key, is_track=True))
         return _make_sample(
             _make_id(self.name, shard, row),
             key,
             batch.shard,
-            segments,
+            tuple(segments),
             batch.sizes.tokens.item(place),
             count_labels(segments),
         )
@@ -183,6 +188,23 @@ class Source:
         row = ordinal - (self._ends_plain[shard - 1] if shard else 0)
         number, place = divmod(row, BATCH_ROWS)
         return shard, row, self._batches.get(shard, number), place
+
+    def _segment(
+        self, values: Any, suffixes: Sequence[str], key: str, *, loss: bool = False, is_track: bool = False
+    ) -> Segment:
+        kind, suffix, offset, length, time, rows, columns, num_rows, num_tokens = values
+        return _make_segment(
+            MODALITIES[kind],
+            member_name(key, suffixes[suffix]),
+            offset,
+            length,
+            (time, rows, columns),
+            num_rows,
+            num_tokens,
+            loss and kind == TEXT,
+            self._patch_s if kind == VIDEO else 0.0,
+            is_track,
+        )
 
     def _may_be_text(self, config: FieldConfig) -> bool:
         """Whether text is left for the field when every sample has at most one member of each alternative."""
@@ -232,23 +254,6 @@ class Source:
         digest.update(np.ascontiguousarray(self._ends, dtype="<i8").data)
         digest.update(self._digests + self._token_digests)
         return digest.hexdigest()
-
-
-def _segment(values: Any, suffixes: Sequence[str], key: str, *, loss: bool, patch_s: float) -> Segment:
-    kind, suffix, offset, length, time, rows, columns, num_rows, num_tokens = values
-    modality = MODALITIES[kind]
-    return _make_segment(
-        modality,
-        member_name(key, suffixes[suffix]),
-        offset,
-        length,
-        (time, rows, columns),
-        num_rows,
-        num_tokens,
-        loss and kind == TEXT,
-        patch_s if modality is Modality.VIDEO else 0.0,
-        False,
-    )
 
 
 def count_labels(segments: Sequence[Segment]) -> int:

@@ -26,6 +26,12 @@ class FieldConfig(BaseModel):
     )
     loss: bool = Field(True, description="Whether text of this member is trained on; no meaning for media.")
 
+    sound: bool = Field(
+        False,
+        description="Whether a clip brings its own sound, interleaved with it by time; a silent clip, and a "
+        "member that is no clip, stay as they are.",
+    )
+
     @field_validator("member")
     @classmethod
     def _check_known(cls, member: str) -> str:
@@ -37,6 +43,15 @@ class FieldConfig(BaseModel):
                     "their encoder, encoders.NAME.file"
                 )
         return member
+
+    @field_validator("sound")
+    @classmethod
+    def _check_sound(cls, sound: bool, info: ValidationInfo) -> bool:
+        member = info.data.get("member")
+        kinds = [modality_of(suffix) for suffix in (member or "").split("|")]
+        if sound and member is not None and Modality.VIDEO not in kinds:
+            raise ValueError(f"only a clip has a sound of its own, and {member!r} is none: leave `sound` out")
+        return sound
 
     @property
     def suffixes(self) -> tuple[str, ...]:
@@ -60,7 +75,7 @@ class FieldsLayout(BaseModel):
 
     kind: Literal["fields"] = Field("fields", description="Members of one key, in a fixed order.")
     fields: tuple[Annotated[FieldConfig, BeforeValidator(_field_of_name)], ...] = Field(
-        min_length=1, description="Suffixes, or tables {member, loss}, in sequence order."
+        min_length=1, description="Suffixes, or tables {member, loss, sound}, in sequence order."
     )
 
     @property

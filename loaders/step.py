@@ -369,4 +369,5 @@ def _request(sample: Sample, segment: Segment, units: range) -> DecodeRequest:
         grid=segment.grid,
         where=f"source {sample.id.source!r}, {shard}, member {segment.member}",
         units=None if len(units) == segment.num_units else (units.start, units.stop),
+        is_track=segment.is_track,
     )

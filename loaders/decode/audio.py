@@ -40,7 +40,7 @@ def audio_size(file: IO[bytes], *, suffix: str) -> RawSize:
         SampleError: No recording, or one without samples.
     """
     if _needs_pyav(file, suffix):
-        waves, rate = _read_pyav(file)
+        waves, rate = read_pyav(file)
         num_samples = len(waves)
     else:
         import soundfile  # only workers that meet audio need it
@@ -62,7 +62,18 @@ def decode_audio(data: bytes, mel_frames: int, sizes: AudioSizes, *, suffix: str
         SampleError: Damaged, not finite, or of another length than planned by more than two frames.
     """
     file = io.BytesIO(data)
-    waves, rate = _read_pyav(file) if _needs_pyav(file, suffix) else _read_soundfile(file)
+    waves, rate = read_pyav(file) if _needs_pyav(file, suffix) else _read_soundfile(file)
+    return mel_of_waves(waves, rate, mel_frames, num_mels=sizes.num_mels, tolerated_frames=TOLERATED_FRAMES)
+
+
+def mel_of_waves(
+    waves: FloatArray, rate: int, mel_frames: int, *, num_mels: int, tolerated_frames: int
+) -> FloatArray:
+    """Return float32 [mel_frames, num_mels] of ``waves``: float32 [samples] at ``rate`` Hz, within [-1, 1].
+
+    Raises:
+        SampleError: Not finite, or of another length than planned by more than ``tolerated_frames``.
+    """
     if not np.isfinite(waves).all():
         raise SampleError("recording holds values that are not finite", fix=DAMAGED_FIX)
     if rate != SAMPLE_RATE:
@@ -70,12 +81,12 @@ def decode_audio(data: bytes, mel_frames: int, sizes: AudioSizes, *, suffix: str
 
         waves = np.asarray(soxr.resample(waves, rate, SAMPLE_RATE), dtype=np.float32)
     found = int(num_mel_frames(np.asarray(len(waves))))
-    if abs(found - mel_frames) > TOLERATED_FRAMES:
+    if abs(found - mel_frames) > tolerated_frames:
         raise SampleError(
             f"recording gives {found} mel frames, the index says {mel_frames}",
             fix="run `omni data index` again, or let the quarantine take it",
         )
-    return log_mel(waves, mel_frames, num_mels=sizes.num_mels)
+    return log_mel(waves, mel_frames, num_mels=num_mels)
 
 
 def log_mel(waves: FloatArray, mel_frames: int, *, num_mels: int) -> FloatArray:
@@ -164,7 +175,12 @@ def _read_soundfile(file: IO[bytes]) -> tuple[FloatArray, int]:
     return _mono(waves), rate
 
 
-def _read_pyav(file: IO[bytes]) -> tuple[FloatArray, int]:
+def read_pyav(file: IO[bytes]) -> tuple[FloatArray, int]:
+    """Return (float32 [samples], rate) of the first sound track of ``file``, its channels averaged.
+
+    Raises:
+        SampleError: No sound, or damaged.
+    """
     import av  # only workers that meet such audio need it
 
     pieces: list[FloatArray] = []

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loaders.decode.audio import decode_audio
 from loaders.decode.image import decode_image
 from loaders.decode.text import decode_text, load_tokenizer
+from loaders.decode.track import decode_track
 from loaders.decode.video import decode_video
 from loaders.storage import read_range
 from omni_pipeline.core.encoder_file import run_encoder_files
@@ -40,6 +41,7 @@ class DecodeRequest:
         units: First patch or mel frame to return, and the one behind the last: the share of this rank. None
             returns all. The whole is decoded all the same: its size is checked, and most formats give
             nothing less.
+        is_track: Audio: whether it is the sound of the clip in these bytes.
     """
 
     url: str
@@ -50,6 +52,7 @@ class DecodeRequest:
     grid: tuple[int, int, int]
     where: str
     units: tuple[int, int] | None = None
+    is_track: bool = False
 
 
 class DecodeSettings(BaseModel):
@@ -114,6 +117,8 @@ def _decode(data: bytes, request: DecodeRequest, settings: DecodeSettings) -> np
             max_pixels=settings.max_image_pixels,
             backend=settings.video_backend,
         )
+    if request.is_track:
+        return decode_track(data, request.grid[0], audio)
     if request.modality is Modality.AUDIO:
         return decode_audio(data, request.grid[0], audio, suffix=request.member.rpartition(".")[2])
     run_encoder_files(settings.encoder_files)

@@ -195,7 +195,8 @@ class _Maker:
         shown = Shown()
         try:
             raw = self._fetch(sample, segment)
-            shown = self._show(segment.modality, raw, mime)
+            # The clip plays it.
+            shown = waveform(raw) if segment.is_track else self._show(segment.modality, raw, mime)
         except CANNOT_SHOW as error:
             shown = Shown(note=f"cannot be shown: {_first_line(error)}")
         return GalleryMedia(

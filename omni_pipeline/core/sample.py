@@ -44,8 +44,8 @@ class RawSize:
     """What a header says of one member, before decoding. Fields that do not apply are zero.
 
     ``height`` and ``width`` are pixels after EXIF or container rotation. ``duration_s`` is seconds.
-    ``num_samples`` counts audio samples per channel at ``sample_rate`` Hz. ``num_chars`` and ``num_bytes``
-    describe text (UTF-8).
+    ``num_samples`` counts audio samples per channel at ``sample_rate`` Hz; of a video those of its sound, and
+    zero if it is silent. ``num_chars`` and ``num_bytes`` describe text (UTF-8).
     """
 
     height: int = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,9 @@ from omni_pipeline.app import report_gallery, report_media
 from omni_pipeline.app.report_gallery import GalleryMedia, GalleryText, gallery_from_plan
 from omni_pipeline.core.errors import DataError
 from omni_pipeline.core.plan import StepPlan
+from omni_pipeline.core.sample import Modality
 from tests.app import synthetic_run
+from tests.support.shards import video_bytes
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +101,25 @@ def test_the_budget_of_embedded_bytes_is_kept(
     media = [part for pack in packs for sample in pack.samples for part in sample.parts]
     sizes = [len(part.data) for part in media if isinstance(part, GalleryMedia)]
     assert 0 < sum(sizes) <= 60_000
+
+
+def test_the_sound_of_a_clip_is_shown_as_a_wave_that_the_clip_plays(
+    made: tuple[StepPlan, synthetic_run.Store],
+) -> None:
+    plan, store = made
+    raw = video_bytes(8, fps=8, sound_s=1.0)
+    sample = store.sample("clips", "k", (Modality.VIDEO, "mp4", raw, 10), (Modality.AUDIO, "mp4", raw, 30))
+    clip, track = sample.segments
+    sample = replace(sample, segments=(clip, replace(track, is_track=True)))
+    pack = replace(plan.packs[0], samples=(sample,))
+    alone = replace(plan, packs=(pack,), slots=plan.slots[:1], media=())
+    (shown,) = gallery_from_plan(alone, store.read, max_packs=1)
+    of_clip, of_track = shown.samples[0].parts
+    assert isinstance(of_clip, GalleryMedia)
+    assert isinstance(of_track, GalleryMedia)
+    assert of_clip.data == raw
+    assert (of_track.modality, of_track.data, of_track.note) == ("audio", b"", "1.0 s, 48 kHz")
+    assert len(of_track.peaks) == report_media.NUM_PEAKS
 
 
 def test_long_texts_are_cut_and_bad_bytes_replaced() -> None:

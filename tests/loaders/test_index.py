@@ -74,7 +74,7 @@ def test_all_kinds_are_measured(tmp_path: Path) -> None:
             "f.webp": image_bytes(50, 20, kind="WEBP", lossless=True),
             "g.mp4": video_bytes(8, width=64, height=48, fps=8),
             "h.webm": video_bytes(6, width=64, height=48, fps=4, kind="webm"),
-            "i.mp4": video_bytes(4, width=64, height=48, rotation=90),
+            "i.mp4": video_bytes(4, width=64, height=48, rotation=90, sound_s=0.75, sound_rate=32_000),
             "j.wav": audio_bytes(0.5, rate=8000, channels=2),
             "k.flac": audio_bytes(0.25, rate=44100, kind="FLAC"),
             "l.mp3": audio_bytes(1.0, rate=32000, kind="MP3"),
@@ -94,6 +94,9 @@ def test_all_kinds_are_measured(tmp_path: Path) -> None:
     assert sizes["i"] == (64, 48)
     assert (found["g.mp4"]["num_frames"], found["g.mp4"]["duration_s"]) == (8, 1.0)
     assert (found["h.webm"]["num_frames"], found["h.webm"]["duration_s"]) == (6, pytest.approx(1.5, abs=0.01))
+    # With the lead-in of AAC, which players skip.
+    assert (found["i.mp4"]["sample_rate"], found["i.mp4"]["num_samples"]) == (32_000, 24_000 + 1024)
+    assert found["g.mp4"]["sample_rate"] == found["h.webm"]["num_samples"] == 0
     assert (found["j.wav"]["sample_rate"], found["j.wav"]["num_samples"]) == (8000, 4000)
     assert found["k.flac"]["num_samples"] == 11025
     assert found["l.mp3"]["num_samples"] == 32000
@@ -233,7 +236,7 @@ def test_a_second_tokenizer_adds_its_counts_and_keeps_the_first(
         ("touch", "index is stale: the shard was written after it"),
         ("remove", "shard has no index"),
         ("cut", "index is damaged"),
-        ("version", "index has version 1, this program reads 2"),
+        ("version", "index has version 1, this program reads 3"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused_and_mended(tmp_path: Path, change: str, message: str) -> None:

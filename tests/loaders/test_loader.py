@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -17,15 +18,19 @@ import pytest
 from balancer.planner import GroupPlanner
 from loaders.decode.segment import DecodeRequest
 from loaders.decode.text import ByteTokenizer
+from loaders.index import index_shards
 from loaders.loader import OmniLoader, merge_states
 from loaders.quarantine import QuarantineRecord, read_quarantine
+from loaders.source import open_source
+from loaders.source_config import SourceConfig
 from loaders.workers import InlineDecoder
-from omni_pipeline.core.batch import IGNORE_LABEL
+from omni_pipeline.core.batch import IGNORE_LABEL, MicroBatch
 from omni_pipeline.core.errors import DataError, PlanError
 from omni_pipeline.core.topology import Topology
 from tests.support.loading import (
     BROKEN_KEY,
     MODEL,
+    SIZES,
     Data,
     content,
     make_data,
@@ -33,7 +38,7 @@ from tests.support.loading import (
     take,
 )
 from tests.support.resume import assert_resumes_anywhere
-from tests.support.shards import image_bytes
+from tests.support.shards import image_bytes, video_bytes, write_tar
 
 
 def test_every_position_resumes_to_the_same_rest_even_with_a_broken_sample(
@@ -76,6 +81,66 @@ def test_batches_hold_real_tokens_labels_and_media(good: Data, quarantine: Path)
     assert "talk " in text
     assert all(media_bytes.values())
     assert not quarantine.exists()
+
+
+def test_clips_with_their_sound_are_loaded_interleaved(tmp_path: Path, quarantine: Path) -> None:
+    clips = {
+        # 3 s in two chunks, 4 s of sound in two; a short sound; none.
+        "long": video_bytes(24, width=56, height=56, fps=8, sound_s=4.0),
+        "short": video_bytes(24, width=56, height=56, fps=8, sound_s=0.4, kind="mkv"),
+        "mute": video_bytes(24, width=56, height=56, fps=8),
+    }
+    members = {f"{key}.{'mkv' if key == 'short' else 'mp4'}": clip for key, clip in clips.items()}
+    shard = str(write_tar(tmp_path / "clips-0.tar", {**members, **{f"{key}.txt": b"words" for key in clips}}))
+    index_shards([shard])
+    fields = [{"member": "mp4|mkv", "sound": True}, "txt"]
+    config = SourceConfig(name="clips", shards=shard, layout={"kind": "fields", "fields": fields})
+    data = Data((open_source(config, SIZES, ByteTokenizer()),), tmp_path)
+    loaded: dict[str, list[int]] = {}
+    with make_loader(
+        data, quarantine=quarantine, epochs=1, weights={"clips": 1.0}, order_settings={"seq_len": 200}
+    ) as loader:
+        for batch in loader:
+            if batch.exhausted:
+                break
+            assert not batch.failed
+            for microbatch in batch.microbatches:
+                _check_joint_rows(microbatch)
+                for span in microbatch.spans:
+                    loaded[span.key] = microbatch.tokens[span.start : span.end].tolist()
+    special = ByteTokenizer.special
+    names = {
+        getattr(special, name): name
+        for name in ("vision_start", "vision_end", "audio_start", "audio_end", "video", "audio", "eos")
+    }
+    walked = {
+        key: [
+            (name, len(list(same)))
+            for name, same in itertools.groupby([names.get(t, "text") for t in tokens])
+        ]
+        for key, tokens in loaded.items()
+    }
+    start, end = [("vision_start", 1), ("audio_start", 1)], [("audio_end", 1), ("vision_end", 1)]
+    text = [("text", 5), ("eos", 1)]
+    # Four rows a frame, a frame a second; the sound with the lead-in of AAC.
+    assert walked == {
+        "long": [*start, ("video", 8), ("audio", 50), ("video", 4), ("audio", 51), *end, *text],
+        "short": [*start, ("video", 8), ("audio", 11), ("video", 4), *end, *text],
+        "mute": [("vision_start", 1), ("video", 12), ("vision_end", 1), *text],
+    }
+    assert not quarantine.exists()
+
+
+def _check_joint_rows(microbatch: MicroBatch) -> None:
+    """Every row, those of pictures first, goes to a placeholder of its own kind; sounds are heard."""
+    num_vision_rows = int(microbatch.inputs["vision"].grids.prod(axis=1).sum()) // 4
+    is_vision = microbatch.reshard.take_rows < num_vision_rows
+    special = ByteTokenizer.special
+    placeholders = microbatch.tokens[microbatch.reshard.positions]
+    assert (placeholders == np.where(is_vision, special.video, special.audio)).all()
+    assert np.isin(microbatch.tokens, (special.video, special.audio)).sum() == len(placeholders)
+    sounds = microbatch.inputs["audio"].values
+    assert not len(sounds) or sounds.max() - sounds.min() > 1
 
 
 def test_worker_count_and_prefetch_never_show(good: Data, quarantine: Path) -> None:

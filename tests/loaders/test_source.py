@@ -20,7 +20,7 @@ from loaders.source import Source, count_labels, open_source
 from loaders.source_config import SourceConfig
 from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.sample import Modality, SampleId, Segment
-from omni_pipeline.core.sizes import ModelSizes
+from omni_pipeline.core.sizes import AudioSizes, ModelSizes
 from tests.support.shards import audio_bytes, caption_members, image_bytes, video_bytes, write_tar
 
 BYTES = ByteTokenizer()
@@ -71,6 +71,79 @@ def test_video_and_audio_are_sized_too(tmp_path: Path) -> None:
     video, audio = opened(tmp_path, [members], ["mp4", "wav"]).sample(0).segments
     assert (video.grid, video.num_rows, video.num_tokens) == ((4, 24, 24), 576, 578)
     assert (audio.grid, audio.num_rows, audio.num_tokens) == ((100, 1, 1), 25, 27)
+
+
+SOUND = {"member": "mp4", "sound": True}
+
+
+def test_a_clip_brings_its_own_sound_where_the_layout_says_so(tmp_path: Path) -> None:
+    clip = video_bytes(8, width=56, height=56, fps=2, sound_s=4.0)  # and the lead-in of AAC
+    members = {
+        "loud.mp4": clip,
+        "loud.wav": audio_bytes(1.0),
+        "mute.mp4": video_bytes(8, width=56, height=56, fps=2),
+        "mute.wav": audio_bytes(1.0),
+    }
+    source = opened(tmp_path, [members], [SOUND, "wav"])
+    loud, mute = source.sample(0), source.sample(1)
+    video, track, audio = loud.segments
+    assert (video.modality, video.patch_s, video.is_track) == (Modality.VIDEO, 1.0, False)
+    assert (track.modality, track.is_track, track.grid) == (Modality.AUDIO, True, (403, 1, 1))
+    assert (track.num_rows, track.num_tokens) == (101, 103)
+    assert (track.member, track.offset, track.length) == (video.member, video.offset, len(clip))
+    assert (audio.member, audio.is_track) == ("loud.wav", False)
+    assert [segment.is_track for segment in mute.segments] == [False, False]
+    assert (loud.num_tokens, mute.num_tokens) == (video.num_tokens + 103 + 27 + 1, video.num_tokens + 27 + 1)
+    sizes, plain = source.sizes(np.arange(2)), sizes_of([loud, mute])
+    assert sizes.tokens.tolist() == plain.tokens.tolist()
+    assert sizes.mel_frames.tolist() == plain.mel_frames.tolist() == [503, 100]
+    assert sizes.patches.tolist() == plain.patches.tolist() == [video.num_units] * 2
+    assert problems_of(source) == {}
+
+
+def test_without_it_the_sound_of_a_clip_is_left_out(tmp_path: Path) -> None:
+    members = {"a.mp4": video_bytes(8, fps=2, sound_s=4.0)}
+    assert [segment.modality for segment in opened(tmp_path, [members], ["mp4"]).sample(0).segments] == [
+        "video"
+    ]
+
+
+def test_a_sound_longer_than_recordings_may_be_is_unusable_with_its_clip(tmp_path: Path) -> None:
+    members = {"a.mp4": video_bytes(4, fps=2, sound_s=2.5), "b.mp4": video_bytes(4, fps=2, sound_s=1.5)}
+    path = str(write_tar(tmp_path / "s.tar", members))
+    index_shards([path])
+    sizes = SIZES.model_copy(update={"audio": AudioSizes(max_duration_s=2.0)})
+    source = open_source(config_of(path, [SOUND]), sizes, BYTES)
+    assert problems_of(source) == {"a": "sound of the clip: recording lasts 2.5 s, limit 2.0 s"}
+    assert open_source(config_of(path, ["mp4"]), sizes, BYTES).sample(0).num_tokens > 0
+
+
+def test_other_members_of_a_field_with_sound_stay_as_they_are(tmp_path: Path) -> None:
+    members = {"a.jpg": image_bytes(56, 56), "b.mp4": video_bytes(4, fps=2, sound_s=1.0), "c.txt": b"x"}
+    source = opened(tmp_path, [members], [{"member": "jpg|mp4", "sound": True}])
+    assert [segment.modality for segment in source.sample(0).segments] == ["image"]
+    assert [segment.modality for segment in source.sample(1).segments] == ["video", "audio"]
+    assert problems_of(source) == {"c": "no member 'jpg|mp4'"}
+
+
+def test_conditions_see_the_clip_and_the_sums_of_both(tmp_path: Path) -> None:
+    members = {f"{n}.mp4": video_bytes(4, fps=2, sound_s=float(n)) for n in (1, 2)}
+    path = str(write_tar(tmp_path / "s.tar", members))
+    index_shards([path])
+    for condition, kept in {
+        "mel_frames > 150": ["2"],
+        "duration < 5": ["1", "2"],
+        "mp4.modality == 'video'": ["1", "2"],
+        "num_tokens - mp4.num_tokens > 40": ["2"],
+    }.items():
+        source = open_source(config_of(path, [SOUND], where=condition), SIZES, BYTES)
+        status = source.sizes(np.arange(2)).status
+        assert [key for key, found in zip("12", status, strict=True) if found == USABLE] == kept, condition
+
+
+def test_only_clips_have_a_sound_of_their_own() -> None:
+    with pytest.raises(ValidationError, match=r"only a clip has a sound of its own, and 'jpg\|txt' is none"):
+        config_of("s.tar", [{"member": "jpg|txt", "sound": True}])
 
 
 def test_ordinals_run_over_the_rows_of_all_shards_usable_or_not(tmp_path: Path) -> None:

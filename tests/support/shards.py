@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -92,11 +92,13 @@ def video_bytes(
     starts_ms: Sequence[int] | None = None,
     rotation: int = 0,
     options: Mapping[str, str] | None = None,
+    sound_s: float = 0.0,
+    sound_rate: int = 48_000,
 ) -> bytes:
     """Return a clip whose frame n is grey of level ``grey_of(n)``, its left third 15 darker.
 
     ``kind`` "mp4", "mov" and "mkv" are H.264, "webm" is VP9. ``starts_ms`` gives each frame its own time
-    (variable frame rate).
+    (variable frame rate). ``sound_s`` seconds of a tone are its sound, AAC, or Opus in "webm".
     """
     sink = io.BytesIO()
     codec = "libvpx-vp9" if kind == "webm" else "libx264"
@@ -106,6 +108,9 @@ def video_bytes(
         speed = {"cpu-used": "8", "deadline": "realtime"} if kind == "webm" else {"preset": "ultrafast"}
         stream.options = {**speed, "crf": "10", **(options or {})}
         stream.codec_context.time_base = Fraction(1, 1000)
+        sound = (
+            container.add_stream("libopus" if kind == "webm" else "aac", rate=sound_rate) if sound_s else None
+        )
         if rotation:
             stream.set_display_rotation(rotation)
         for number in range(num_frames):
@@ -116,7 +121,19 @@ def video_bytes(
             frame.time_base = Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
+        for packet in _sound_packets(sound, sound_s):
+            container.mux(packet)
     return sink.getvalue()
+
+
+def _sound_packets(stream: Any, seconds: float) -> Iterator[Any]:
+    if stream is None:
+        return
+    frame = av.AudioFrame.from_ndarray(tone(seconds, rate=stream.rate).T.copy(), format="flt", layout="mono")
+    frame.sample_rate = stream.rate
+    resampler = av.AudioResampler(format=stream.format.name, layout="mono", rate=stream.rate)
+    for piece in (*resampler.resample(frame), None):
+        yield from stream.encode(piece)
 
 
 def write_tar(
