@@ -21,7 +21,6 @@ from balancer.hardware import HardwareProfile
 from balancer.shapes import TransformerShape
 from balancer.split import Cut, cut_segment
 from balancer.work import (
-    FORWARD_AND_BACKWARD,
     Part,
     Sizes,
     activation_values,
@@ -56,6 +55,34 @@ class Split:
     costs: tuple[float, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Passes:
+    """How often the work of a forward is done where a part is trained, beside the forward itself.
+
+    Args:
+        backward: Forwards that its backward costs: 2, the gradients of inputs and those of weights; 1 if
+            weights are frozen and gradients pass through; 0 if there is no backward.
+        again: The backward does the forward again instead of keeping activations (recomputation).
+    """
+
+    backward: int = 2
+    again: bool = False
+
+    @property
+    def total(self) -> int:
+        """Forwards that cost as much as all of it."""
+        return 1 + self.backward + self.num_again
+
+    @property
+    def num_again(self) -> int:
+        """Forwards done again: none without a backward."""
+        return int(self.again and self.backward > 0)
+
+
+TRAINED = Passes()
+RECOMPUTED = Passes(again=True)
+
+
 @dataclass(frozen=True)
 class CostModel:
     """What one rank needs for packs, media and transfers, in seconds.
@@ -65,9 +92,10 @@ class CostModel:
         llm: Shape of the LLM, its head over the vocabulary included.
         encoder_of: The encoder that reads each media modality.
         hardware: The machine.
-        recompute: Whether forwards are done again in the backward instead of keeping activations.
-        row_bytes: Bytes that one embedding row moves, its gradient included; 0 takes two rows of the LLM's
-            width.
+        passes: Of encoders by name, and of "llm"; default: trained, without recomputation.
+        row_ways: 2: rows travel there and their gradients back; 1: no encoder has a backward.
+        row_bytes: Bytes that one embedding row moves, its gradient included; 0 takes a row of the LLM's
+            width each way.
         fits: Fitted costs by encoder name, or "llm"; they replace the analytic ones.
         value_bytes: Of a number in a kernel: 2 in bf16, 4 in fp32.
 
@@ -79,7 +107,8 @@ class CostModel:
     llm: TransformerShape
     encoder_of: Mapping[Modality, str]
     hardware: HardwareProfile
-    recompute: bool = False
+    passes: Mapping[str, Passes] = field(default_factory=dict)
+    row_ways: int = 2
     row_bytes: int = 0
     fits: Mapping[str, FittedCost] = field(default_factory=dict)
     value_bytes: int = 2
@@ -158,7 +187,16 @@ class CostModel:
     def forward_fraction(self, part: str) -> float:
         """Return the share of the forward in the cost of an encoder (by name) or of "llm"."""
         fit = self.fits.get(part)
-        return fit.forward_fraction if fit else 1 / self._passes
+        return fit.forward_fraction / self._fitted(part, 1.0) if fit else 1 / self.passes_of(part).total
+
+    def passes_of(self, part: str) -> Passes:
+        """Return the passes of an encoder (by name) or of "llm"."""
+        return self.passes.get(part, TRAINED)
+
+    @property
+    def encoders_again(self) -> int:
+        """Forwards that encoders do again: 1 if any of them does."""
+        return max((self.passes_of(name).num_again for name in self.encoders), default=0)
 
     def media_bytes(self, segment: Segment, num_rows: int | None = None) -> int:
         """Return the activation bytes that the rank that encodes a segment keeps for the backward.
@@ -167,17 +205,22 @@ class CostModel:
             segment: The media segment.
             num_rows: Rows of a share of it; None is the whole.
         """
-        shape = self.encoders[self.encoder_name(segment)]
+        name = self.encoder_name(segment)
+        shape, passes = self.encoders[name], self.passes_of(name)
+        if not passes.backward:
+            return 0
         sizes = media_sizes(shape, segment.grid)
         rows = sizes.rows if num_rows is None else num_rows
         positions = sizes.positions if rows == sizes.rows else rows * shape.positions_per_row
-        kept = activation_values(shape, num_positions=positions, num_rows=rows, recompute=self.recompute)
+        kept = activation_values(shape, num_positions=positions, num_rows=rows, recompute=passes.again)
         return self.value_bytes * kept
 
     def pack_bytes(self, pack: Pack) -> int:
         """Return the activation bytes of a pack in the LLM, all layers, as if on one rank."""
         num = pack.num_positions
-        kept = activation_values(self.llm, num_positions=num, num_rows=num, recompute=self.recompute)
+        kept = activation_values(
+            self.llm, num_positions=num, num_rows=num, recompute=self.passes_of(LLM).again
+        )
         return self.value_bytes * kept
 
     def exchange_cost(
@@ -206,7 +249,7 @@ class CostModel:
         """
         machine = self.hardware
         one_way_s = num_messages * machine.node_latency_s + num_messages_network * machine.network_latency_s
-        latency_s = 2 * one_way_s
+        latency_s = self.row_ways * one_way_s
         if kind == "symmetric":
             node_s = 2 * total_rows * self.bytes_per_row / machine.node_bytes_per_s if num_messages else 0.0
             network_s = 2 * num_rows_network * self.bytes_per_row / machine.network_bytes_per_s
@@ -218,12 +261,17 @@ class CostModel:
     @property
     def bytes_per_row(self) -> int:
         """Bytes that one embedding row moves, its gradient included."""
-        return self.row_bytes or 2 * self.value_bytes * self.llm.hidden
+        return self.row_bytes or self.row_ways * self.value_bytes * self.llm.hidden
 
-    @property
-    def _passes(self) -> int:
-        """Forwards that cost as much as a forward and a backward."""
-        return FORWARD_AND_BACKWARD + self.recompute
+    def _fitted(self, part: str, seconds: float) -> float:
+        """Turn seconds measured with a plain forward and backward into those of the part's passes."""
+        passes = self.passes_of(part)
+        if passes == TRAINED:
+            return seconds
+        forward = self.fits[part].forward_fraction
+        return seconds * (
+            forward * (1 + passes.num_again) + (1 - forward) * passes.backward / TRAINED.backward
+        )
 
     def _grid_cost(self, name: str, grid: tuple[int, int, int]) -> float:
         known = self._media_s.get((name, grid))
@@ -241,10 +289,13 @@ class CostModel:
         """What this adds to a microbatch of so many positions; None is one that is large already."""
         fit = self.fits.get(name)
         if fit:
-            return fit.seconds(pairs=sizes.pairs(shape), positions=sizes.positions, segments=1)
+            seconds = fit.seconds(pairs=sizes.pairs(shape), positions=sizes.positions, segments=1)
+            return self._fitted(name, seconds)
         machine = self.hardware
         rate = machine.best_flops_per_s if num_positions is None else machine.attained(num_positions)
-        return self._passes * math.fsum(self._part_s(part, rate) for part in forward_parts(shape, sizes))
+        return self.passes_of(name).total * math.fsum(
+            self._part_s(part, rate) for part in forward_parts(shape, sizes)
+        )
 
     def _kernels_cost(self, name: str, shape: TransformerShape, sizes: Sizes, *, segments: int) -> float:
         """One microbatch of so many segments or samples, ``sizes`` together, which share every kernel."""
@@ -252,14 +303,15 @@ class CostModel:
         positions = sizes.positions
         if fit:
             pairs = sizes.pairs(shape)
-            return fit.seconds(pairs=pairs, positions=positions, segments=segments) + fit.microbatch_s
+            seconds = fit.seconds(pairs=pairs, positions=positions, segments=segments) + fit.microbatch_s
+            return self._fitted(name, seconds)
         linear, *others = forward_parts(shape, sizes)
         rate = self.hardware.attained(positions)
         linear = Part(linear.flops, linear.values + weight_values(shape))
         work_s = math.fsum(self._part_s(part, rate) for part in (linear, *others))
         starts_s = shape.layers * KERNELS_PER_LAYER * self.hardware.kernel_s
         # The host starts kernels ahead of the device: whichever of the two is slower sets the pace.
-        return self._passes * max(work_s, starts_s)
+        return self.passes_of(name).total * max(work_s, starts_s)
 
     def _part_s(self, part: Part, flops_per_s: float) -> float:
         return max(part.flops / flops_per_s, self.value_bytes * part.values / self.hardware.hbm_bytes_per_s)
@@ -275,12 +327,14 @@ class CostModel:
             # Pairs of all positions, with 1 / degree of the heads.
             own = Sizes(positions, rows, whole.full_pairs // degree, whole.window_pairs // degree)
             added_s = self._added_cost(name, shape, own, num_positions=num_positions)
-            costs.append(added_s + self._ulysses_s(shape, positions, degree))
+            costs.append(added_s + self._ulysses_s(name, positions, degree))
         return tuple(costs)
 
-    def _ulysses_s(self, shape: TransformerShape, num_positions: int, degree: int) -> float:
+    def _ulysses_s(self, name: str, num_positions: int, degree: int) -> float:
         """Exchanges inside a node around all attention; a backward exchanges what a forward does."""
+        shape = self.encoders[name]
         values = 2 * (shape.heads + shape.kv_heads) * shape.head_dim * num_positions
         sent = self.value_bytes * values * (degree - 1) // degree
         seconds = sent / self.hardware.node_bytes_per_s + ULYSSES_EXCHANGES * self.hardware.node_latency_s
-        return (2 + self.recompute) * shape.layers * seconds
+        passes = self.passes_of(name)
+        return (1 + bool(passes.backward) + passes.num_again) * shape.layers * seconds

@@ -63,9 +63,7 @@ def save_fits(path: Path, costs: FittedCosts) -> None:
     partial.replace(path)
 
 
-def load_fits(
-    path: Path, *, shapes: Mapping[str, TransformerShape], precision: str, recompute: bool = False
-) -> dict[str, FittedCost]:
+def load_fits(path: Path, *, shapes: Mapping[str, TransformerShape], precision: str) -> dict[str, FittedCost]:
     """Return the fitted costs in ``path`` of those parts in ``shapes`` that were measured.
 
     Raises:
@@ -79,11 +77,8 @@ def load_fits(
             where=where,
             fix=FIX,
         )
-    if costs.recompute != recompute:
-        did, does = ("with", "without") if costs.recompute else ("without", "with")
-        raise ConfigError(
-            f"costs were measured {did} recomputation, this run trains {does} it", where=where, fix=FIX
-        )
+    if costs.recompute:
+        raise ConfigError("costs were measured with recomputation", where=where, fix=FIX)
     fits = {name: fit for name, fit in costs.fits.items() if name in shapes}
     for name, fit in fits.items():
         if fit.shape != shapes[name].digest:

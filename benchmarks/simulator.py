@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from balancer.cost import CostModel
+from balancer.cost import LLM, RECOMPUTED, CostModel
 from balancer.hardware import load_hardware
 from balancer.lssp import LsspConfig
 from balancer.planner import BalanceConfig, GroupPlanner
@@ -65,7 +65,7 @@ def measure(num_ranks: int, strategy: str) -> dict[str, Any]:
         llm=workload.llm,
         encoder_of=workload.encoder_of,
         hardware=load_hardware("h100"),
-        recompute=True,
+        passes=dict.fromkeys((*workload.encoders, LLM), RECOMPUTED),
     )
     setup = Setup(
         topology, model, workload.seq_len, llm=Sharding(-1, "step"), encoder=Sharding(RANKS_PER_NODE)

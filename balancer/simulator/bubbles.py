@@ -133,7 +133,7 @@ def _mean_slots(plans: Sequence[StepPlan], setup: Setup) -> dict[str, tuple[floa
         "llm_s": (slot_s * llm_fraction, slot_s * (1 - llm_fraction)),
         "encoder_s": (
             encode_s * fraction + exchanged_s,
-            encode_s * (1 - fraction) + exchanged_s * (2 if model.recompute else 1),
+            encode_s * (1 - fraction) + exchanged_s * (1 + model.encoders_again),
         ),
     }
 

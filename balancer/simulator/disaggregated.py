@@ -132,7 +132,7 @@ def _step_s(split: Split, profile: Profile, setup: Setup, *, num_packs: int) -> 
     num_microbatches = -(-num_packs // replicas)
     slot_s = profile.llm_s / split.llm.ranks_per_replica
     per_team = replicas / len(split.teams)
-    exchanged = tensor_parallel_s(profile.positions, setup, tp=tp) * (3 if setup.cost_model.recompute else 2)
+    exchanged = tensor_parallel_s(profile.positions, setup, tp=tp) * (2 + setup.cost_model.encoders_again)
     # The longest segment of a microbatch bounds its team, however many teams there are.
     pool_s = max(per_team * (profile.encoder_s / tp + exchanged), profile.largest_s / tp)
     return (num_microbatches - 1) * max(slot_s, pool_s) + pool_s + split.llm.pp * slot_s

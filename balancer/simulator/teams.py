@@ -59,7 +59,7 @@ def encode_in_teams(
             }
             exchanged = tensor_parallel_s(positions, setup, tp=tp, split=len(team) // tp)
             forward = forward / len(team) + exchanged
-            backward = backward / len(team) + exchanged * (2 if model.recompute else 1)
+            backward = backward / len(team) + exchanged * (1 + model.encoders_again)
             parts[team[0], microbatch] = (EncoderPart(team, forward, backward),)
             load[list(team), microbatch] = forward + backward
     return EncoderWork(parts, load, kept, tuple(rank for team in teams for rank in team))

@@ -154,7 +154,7 @@ def llm_work(packs: Mapping[tuple[int, int], Pack], setup: Setup, *, num_microba
         positions = setup.seq_len if setup.seq_len and pack.samples else pack.num_positions
         once = _parallel_s(positions, topology, setup)
         forward[place] = seconds * fraction + once
-        backward[place] = seconds * (1 - fraction) + once * (2 if model.recompute else 1)
+        backward[place] = seconds * (1 - fraction) + once * (1 + model.passes_of(LLM).num_again)
         per_rank = positions / (topology.tp * topology.cp)
         num_bytes = VALUE_BYTES * model.llm.hidden * per_rank
         message[place] = message_s(num_bytes, same_node=same_node, hardware=setup.hardware)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from balancer.cost import LLM, CostModel
+from balancer.cost import LLM, CostModel, Passes
 from balancer.fitted import load_fits, read_fits
 from balancer.hardware import load_hardware
 from balancer.shapes import TransformerShape, audio_shape, vision_shape
@@ -32,9 +32,29 @@ def cost_model(config: RunConfig) -> CostModel:
         llm=llm,
         encoder_of=encoder_of(config),
         hardware=load_hardware(config.balance.hardware),
+        passes=part_passes(config),
+        row_ways=_row_ways(config),
         fits=load_fits(path, shapes=shapes, precision=config.run.precision) if path else {},
         value_bytes={"fp32": 4, "bf16": 2}[config.run.precision],
     )
+
+
+def part_passes(config: RunConfig) -> dict[str, Passes]:
+    """Return what is computed of each encoder and of the LLM.
+
+    The projector counts as its encoder: beside one whose blocks are frozen it is little.
+    """
+    frozen = config.optimizer.freeze
+    return {
+        # Gradients pass through a frozen LLM, to the encoders that are trained.
+        name: Passes(backward=2 if name not in frozen else int(name == LLM), again=part.recompute)
+        for name, part in config.parts.items()
+    }
+
+
+def _row_ways(config: RunConfig) -> int:
+    """2 unless all encoders and projectors are frozen: then no gradient travels back."""
+    return 1 + any(name != LLM and name not in config.optimizer.freeze for name in config.part_names)
 
 
 def encoder_of(config: RunConfig) -> dict[Modality, str]:

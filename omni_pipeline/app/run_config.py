@@ -160,7 +160,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _parts_are_known(self) -> RunConfig:
-        parts = (*PART_NAMES, *(encoder.name for encoder in self.added_encoders))
+        parts = self.part_names
         for setting, names in (("freeze", self.optimizer.freeze), ("parts", self.optimizer.parts)):
             unknown = next((name for name in names if name not in parts), None)
             if unknown is not None:
@@ -180,6 +180,11 @@ class RunConfig(Section):
     def encoder_names(self) -> tuple[str, ...]:
         """All encoders, in the order in which their rows follow each other."""
         return (*ENCODERS, *(encoder.name for encoder in self.added_encoders))
+
+    @property
+    def part_names(self) -> tuple[str, ...]:
+        """All parts that are trained or frozen by themselves."""
+        return (*PART_NAMES, *(encoder.name for encoder in self.added_encoders))
 
     @property
     def parts(self) -> dict[str, PartSection]:

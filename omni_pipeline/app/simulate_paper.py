@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, replace
 
-from balancer.cost import CostModel
+from balancer.cost import LLM, RECOMPUTED, CostModel
 from balancer.hardware import HardwareProfile, load_hardware
 from balancer.lssp import LsspConfig
 from balancer.planner import BalanceConfig, GroupPlanner
@@ -84,7 +84,7 @@ def simulate_point(
         llm=workload.llm,
         encoder_of=workload.encoder_of,
         hardware=machine,
-        recompute=True,
+        passes=dict.fromkeys((*workload.encoders, LLM), RECOMPUTED),
     )
     setup = Setup(
         topology=workload.topology,

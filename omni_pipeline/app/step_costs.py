@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from balancer.cost import CostModel
-from balancer.work import media_flops, sequence_flops
+from balancer.cost import LLM, CostModel
+from balancer.work import FORWARD_AND_BACKWARD, media_flops, sequence_flops
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Segment
 
@@ -24,9 +24,14 @@ class StepCosts:
 
     def media_flops(self, segment: Segment) -> float:
         """Return the operations to encode a media segment, forward and backward, nothing computed twice."""
-        shape = self._costs.encoders[self._costs.encoder_name(segment)]
-        return media_flops(shape, segment.grid)
+        name = self._costs.encoder_name(segment)
+        return media_flops(self._costs.encoders[name], segment.grid) * self._needed(name)
 
     def pack_flops(self, pack: Pack) -> float:
         """Return the operations of a pack in the LLM, likewise; padding is no work that the model needs."""
-        return sum(sequence_flops(self._costs.llm, sample.num_tokens) for sample in pack.samples)
+        flops = sum(sequence_flops(self._costs.llm, sample.num_tokens) for sample in pack.samples)
+        return flops * self._needed(LLM)
+
+    def _needed(self, part: str) -> float:
+        """Return how much of a forward and backward is needed: less for what is frozen."""
+        return (1 + self._costs.passes_of(part).backward) / FORWARD_AND_BACKWARD

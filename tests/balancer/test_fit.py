@@ -134,8 +134,9 @@ def test_fits_of_another_model_or_precision_are_refused(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match="costs were measured in fp32, this run computes in bf16"):
         load(path, precision="bf16")
-    with pytest.raises(ConfigError, match="measured without recomputation, this run trains with it"):
-        load_fits(path, shapes={"vision": SHAPE}, precision="fp32", recompute=True)
+    save_fits(path, costs().model_copy(update={"recompute": True}))
+    with pytest.raises(ConfigError, match="costs were measured with recomputation"):
+        load(path)
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from balancer.cost import KERNELS_PER_LAYER, CostModel
+from balancer.cost import KERNELS_PER_LAYER, RECOMPUTED, CostModel, Passes
 from balancer.fitted import FittedCost
 from balancer.hardware import HardwareProfile, load_hardware
 from balancer.shapes import TransformerShape, audio_shape, vision_shape
@@ -98,7 +98,7 @@ def test_each_part_takes_what_is_slower_of_computing_and_memory() -> None:
 
 
 def test_recomputation_does_one_more_forward_and_keeps_one_layer() -> None:
-    plain, again = model(), model(recompute=True)
+    plain, again = model(), model(passes={"vision": RECOMPUTED, "llm": RECOMPUTED})
     assert again.media_cost(IMAGE) == pytest.approx(plain.media_cost(IMAGE) * 4 / 3)
     assert again.pack_cost(text_pack(20)) == pytest.approx(plain.pack_cost(text_pack(20)) * 4 / 3)
     assert plain.forward_fraction("llm") == pytest.approx(1 / 3)
@@ -107,6 +107,24 @@ def test_recomputation_does_one_more_forward_and_keeps_one_layer() -> None:
     layer = 4 * D + (2 * N + 2 * K) * H + 2 * N + 3 * F
     assert plain.pack_bytes(text_pack(20)) == 2 * 20 * (3 * layer + D)
     assert again.pack_bytes(text_pack(20)) == 2 * 20 * (3 * D + layer + D)
+
+
+def test_frozen_parts_cost_their_forward_and_what_passes_through_them() -> None:
+    plain = model()
+    frozen = model(passes={"vision": Passes(backward=0, again=True), "llm": Passes(backward=1)}, row_ways=1)
+    assert frozen.media_cost(IMAGE) == pytest.approx(plain.media_cost(IMAGE) / 3)
+    assert frozen.encoder_cost("vision", [IMAGE.grid]) == pytest.approx(
+        plain.encoder_cost("vision", [IMAGE.grid]) / 3
+    )
+    assert frozen.pack_cost(text_pack(20)) == pytest.approx(plain.pack_cost(text_pack(20)) * 2 / 3)
+    assert (frozen.forward_fraction("vision"), frozen.forward_fraction("llm")) == (1, pytest.approx(1 / 2))
+    assert frozen.media_bytes(IMAGE) == 0
+    for kind in ("exact", "two_level", "symmetric"):
+        rows = {"num_rows": 3, "num_messages": 2, "num_rows_network": 1, "num_messages_network": 1}
+        whole = plain.exchange_cost(kind, **rows, total_rows=5)
+        assert frozen.exchange_cost(kind, **rows, total_rows=5) == pytest.approx(whole / 2)
+    sound = media_segment(Modality.AUDIO, (40, 1, 1))
+    assert frozen.media_cost(sound) == plain.media_cost(sound)
 
 
 def test_a_share_keeps_the_activations_of_its_rows() -> None:
@@ -178,6 +196,17 @@ def fit(**seconds: float) -> FittedCost:
     zero = {"pair_s": 0.0, "position_s": 0.0, "segment_s": 0.0, "microbatch_s": 0.0}
     kept = {"forward_fraction": 0.4, "median_error": 0.0, "max_error": 0.0, "worst": "", "num_measured": 9}
     return FittedCost.model_validate({**zero, **kept, "shape": "", **seconds})
+
+
+def test_fitted_costs_are_those_of_a_plain_forward_and_backward() -> None:
+    fits = {"vision": fit(segment_s=1.0), "llm": fit(segment_s=1.0)}
+    again = model(fits=fits, passes={"vision": RECOMPUTED, "llm": Passes(backward=1)})
+    assert again.media_cost(IMAGE) == pytest.approx(1.4)
+    assert again.forward_fraction("vision") == pytest.approx(0.4 / 1.4)
+    assert again.pack_cost(text_pack(20)) == pytest.approx(0.4 + 0.3)
+    assert model(fits=fits, passes={"vision": Passes(backward=0)}).encoder_cost(
+        "vision", [IMAGE.grid]
+    ) == pytest.approx(0.4)
 
 
 def test_fitted_costs_take_the_place_of_modelled_ones() -> None:

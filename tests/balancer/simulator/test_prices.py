@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from balancer.cost import LLM, RECOMPUTED
 from balancer.layout import SequenceLayout
 from balancer.reshard import build_routes
 from balancer.simulator.build import Seat, StepWork
@@ -105,7 +106,7 @@ def test_peak_memory_is_parameters_and_what_is_in_flight() -> None:
 
 
 def test_the_llm_s_slots_divide_a_pack_and_pay_for_their_collectives() -> None:
-    cost_model = dataclasses.replace(model(), recompute=True)
+    cost_model = dataclasses.replace(model(), passes={LLM: RECOMPUTED})
     pack = some_packs(Topology(1))[0]
     single = Setup(Topology(1), cost_model)
     alone = llm_work({(0, 0): pack}, single, num_microbatches=1)
