@@ -194,7 +194,9 @@ class ModelConfig(BaseModel):
             return data
         given = {name: _plain(value) for name, value in data.items()}
         if isinstance(weights := given.get("weights"), str | Path):
-            return laid_over_weights(given, Path(weights))
+            tables = ("sizes", "vision", "audio", "llm")
+            published = {name: cls.model_fields[name].default.model_dump() for name in tables}
+            return laid_over_weights(given, Path(weights), published=published)
         size = given.get("size", cls.model_fields["size"].default)
         preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
         sized = {name for name, value in given.items() if isinstance(value, Mapping) and value.get("size")}

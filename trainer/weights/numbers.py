@@ -26,7 +26,9 @@ DEFAULT_SIZE = "demo"
 _PART_PRESETS: dict[str, Mapping[str, Mapping[str, Any]]] = {"vision": VISION_PRESETS, "llm": LLM_PRESETS}
 
 
-def laid_over_weights(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+def laid_over_weights(
+    given: Mapping[str, Any], path: Path, *, published: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the numbers of a model that starts from the weights in ``path``, as plain data.
 
     Parts that the weights do not have are filled from the preset ``size``, as without weights.
@@ -34,6 +36,7 @@ def laid_over_weights(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     Args:
         given: The table ``[model]`` of a run file.
         path: See ``open_weights``.
+        published: All numbers that presets are laid over.
 
     Raises:
         ConfigError: There are no weights, or a number that is given is not theirs; names both.
@@ -42,7 +45,7 @@ def laid_over_weights(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
         weights = open_weights(path)
     except ConfigError as error:
         raise ConfigError(error.what, where="setting 'model.weights'", fix=error.fix) from error
-    stated = _stated(given, weights)
+    stated = _stated(given, weights, published)
     _check(stated, weights)
     size = given.get("size", DEFAULT_SIZE)
     preset = PRESETS.get(size, {}) if isinstance(size, str) else {}
@@ -55,16 +58,16 @@ def is_free(name: str) -> bool:
     return name == BALANCE_LOSS or (name.startswith("sizes.") and name not in SHAPES)
 
 
-def _stated(given: Mapping[str, Any], weights: WeightsFolder) -> dict[str, Any]:
+def _stated(given: Mapping[str, Any], weights: WeightsFolder, published: Mapping[str, Any]) -> dict[str, Any]:
     """Return every number that ``given`` asks for, by itself or by a preset."""
     stated: dict[str, Any] = {}
     # Of weights without encoders, size is that of the encoders.
     if isinstance(size := given.get("size"), str) and "vision" in weights.model:
-        stated = PRESETS.get(size, {})
+        stated = merged(published, PRESETS[size]) if size in PRESETS else {}
     for name, presets in _PART_PRESETS.items():
         table = given.get(name)
         if isinstance(table, Mapping) and isinstance(table.get("size"), str):
-            stated = {**stated, name: presets.get(table["size"], {})}
+            stated = {**stated, name: merged(published[name], presets.get(table["size"], {}))}
     return merged(stated, given)
 
 

@@ -71,7 +71,9 @@ def test_numbers_that_are_not_those_of_the_weights_are_named_with_both(
 @pytest.mark.parametrize(
     ("table", "first"),
     [
-        ({"size": "3b"}, "model.llm.layers is 36, the weights have 2"),
+        ({"size": "demo"}, "model.sizes.audio.num_mels is 80, the weights have 16"),
+        # Numbers that the preset does not have are those that all presets are laid over.
+        ({"size": "7b"}, "model.sizes.audio.num_mels is 128, the weights have 16"),
         ({"llm": {"size": "12b"}}, "model.llm.layers is 40, the weights have 2"),
     ],
 )
