@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from omni_pipeline.core.errors import ConfigError, DataError, OmniError
+from tests.support.ranks import run_ranks
 from tests.trainer.weights.conftest import config_of
+from tests.trainer.weights.trained import refused_start
+from trainer.weights import importer
 from trainer.weights.exporter import ExportSettings, export_weights
 from trainer.weights.folder import open_weights
 from trainer.weights.importer import import_weights
@@ -87,6 +91,47 @@ def test_a_truncated_file_is_named_with_the_tensor_and_the_byte(source: Path) ->
         f"visual.patch_embed.proj.weight ends at byte {size}, the file has {size - 1}\n"
         "  where: SOURCE/model.safetensors\n"
         "  fix:   fetch the file again: it is damaged or incomplete"
+    )
+
+
+def test_a_file_that_ends_while_it_is_read_leaves_nothing_behind(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = source / "model.safetensors"
+    blocks = importer._blocks
+
+    def cut_after_listing(*arguments: Any) -> Any:
+        os.truncate(path, path.stat().st_size // 2)
+        return blocks(*arguments)
+
+    monkeypatch.setattr(importer, "_blocks", cut_after_listing)
+    message = refused(source)
+    assert message.startswith("SOURCE/model.safetensors ends ")
+    assert message.endswith(" bytes early\n  fix:   fetch the file again: it is damaged or incomplete")
+
+
+def test_weights_that_lack_a_parameter_are_neither_exported_nor_trained_on(
+    source: Path, tmp_path: Path
+) -> None:
+    imported = tmp_path / "imported"
+    import_weights(source, imported, progress=quiet)
+    text = (imported / "model.json").read_text()
+    llm = text.index('"llm": {')
+    (imported / "model.json").write_text(text[:llm] + text[llm:].replace('"layers": 2', '"layers": 3', 1))
+    with pytest.raises(DataError) as caught:
+        export_weights(open_weights(imported), tmp_path / "exported", AS_STORED, progress=quiet)
+    assert str(caught.value) == (
+        "there is no parameter llm.layers.2.input_layernorm.weight\n"
+        f"  where: {imported / 'tensors'}\n"
+        "  fix:   export an earlier checkpoint, or import the weights again"
+    )
+    (message,) = run_ranks(1, refused_start, args=(imported,))
+    names = ("input_layernorm.weight", "self_attn.q_proj.weight", "self_attn.q_proj.bias")
+    missing = "; ".join(f"llm.layers.2.{name} is missing" for name in names)
+    assert message.startswith(f"the weights do not fit the model: {missing}; ")
+    assert message.endswith(
+        f"; and 8 more\n  where: {imported}\n"
+        "  fix:   take weights of this model, or leave out the settings of [model] beside weights"
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tests.support.ranks import run_ranks
 from tests.support.reference_library import transformers
 from tests.trainer.weights.trained import train_a_step
+from trainer.weights import importer
 from trainer.weights.exporter import Exported, ExportSettings, export_weights
 from trainer.weights.folder import open_weights
 from trainer.weights.importer import import_weights
@@ -60,6 +61,15 @@ def test_a_round_trip_gives_the_same_tensors_and_settings(
     assert (tmp_path / "exported" / "tokenizer_config.json").read_text() == '{"model_max_length": 32768}'
     assert (tmp_path / "exported" / "generation_config.json").exists()
     assert not (tmp_path / "imported" / "tokenizer_config.json").exists()
+
+
+@pytest.mark.parametrize("name", ["fp32", "qwen3_moe"])
+def test_a_round_trip_in_many_small_blocks_is_exact_too(
+    name: str, reference_folder: Folder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importer, "BLOCK_BYTES", 1000)
+    round_trip(reference_folder(name), tmp_path)
+    assert_equal_tensors(tensors_of(reference_folder(name)), tensors_of(tmp_path / "exported"))
 
 
 def test_files_are_cut_at_the_largest_size_and_the_index_says_where_tensors_are(

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from omni_pipeline.core.errors import StateMismatchError
 from omni_pipeline.core.topology import Topology
 from trainer.checkpoint import Checkpointer, Progress
 from trainer.colocation import ColocatedModel, colocate
@@ -19,15 +21,13 @@ from trainer.weights.folder import open_weights
 from trainer.weights.reference_files import keep_reference
 from trainer.weights.start import load_weights
 
-WORLD_SIZE = 2
-
 
 def start(imported: Path, *, seed: int = 1) -> tuple[ModelConfig, ColocatedModel]:
-    """Return a sharded model with the weights in ``imported``; a collective of two ranks."""
+    """Return a sharded model with the weights in ``imported``; a collective of all ranks."""
     config = ModelConfig.model_validate({"weights": str(imported)})
     model = colocate(
         build_model(config, device="meta"),
-        groups=make_rank_groups(Topology(WORLD_SIZE), device=torch.device("cpu")),
+        groups=make_rank_groups(Topology(dist.get_world_size()), device=torch.device("cpu")),
         parallel={},
         precision="fp32",
         seed=seed,
@@ -60,6 +60,15 @@ def train_a_step(rank: int, imported: Path, run: Path, tokens: Tensor) -> Tensor
         keep_reference(run, weights=open_weights(imported), tokenizer=None)
     checkpointer.save(Progress(num_steps=1), {})
     return logits
+
+
+def refused_start(rank: int, imported: Path) -> str:
+    """Return why a model cannot start from ``imported``."""
+    try:
+        start(imported)
+    except StateMismatchError as error:
+        return str(error)
+    return ""
 
 
 def _forward(model: ColocatedModel, tokens: Tensor) -> LlmOutput:
