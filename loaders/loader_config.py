@@ -6,6 +6,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loaders.storage_config import StorageConfig
+
 
 class LoaderConfig(BaseModel):
     """How samples are fetched and decoded. Nothing here changes which samples a step holds."""
@@ -23,6 +25,9 @@ class LoaderConfig(BaseModel):
         1 << 30,
         ge=1,
         description="Most bytes of batches held per rank, ahead and in use; one step may exceed it.",
+    )
+    storage: StorageConfig = Field(
+        default_factory=StorageConfig, description="Reading remote shards, and keeping them on the node."
     )
     max_bad_fraction: float = Field(
         0.01,

@@ -36,6 +36,10 @@ from omni_pipeline.core.plan import Planner, StepPlan
 from omni_pipeline.core.sample import Sample, SampleId, Segment
 from omni_pipeline.core.topology import Topology
 
+READ_SHARE = 0.6
+WAIT_SHARE = 0.25
+"""Of ``loader.deadline_s``: the longest remote read, and the longest wait for the cache before it."""
+
 
 class FailureRecords(Protocol):
     """Knows what failed before, takes what fails; a ``Quarantine`` where a run is trained."""
@@ -349,11 +353,20 @@ def decode_settings(
     config: LoaderConfig, *, model: ModelInputs, tokenizer_path: Path | None
 ) -> DecodeSettings:
     """Return what a decoder of a run needs to know."""
+    # A read must end before the deadline of its job, so that what is wrong with the store is told, and no
+    # worker is killed for it.
+    storage = config.storage.model_copy(
+        update={
+            "read_timeout_s": min(config.storage.read_timeout_s, READ_SHARE * config.deadline_s),
+            "cache_wait_s": min(config.storage.cache_wait_s, WAIT_SHARE * config.deadline_s),
+        }
+    )
     return DecodeSettings(
         sizes=model.sizes,
         tokenizer_path=tokenizer_path,
         max_image_pixels=config.max_image_pixels,
         encoder_files=KINDS.files,
+        storage=storage,
         video_backend=config.video_backend,
     )
 

@@ -1,35 +1,26 @@
-"""Bytes of shards by position: local files with ``pread``, everything else through fsspec.
+"""Bytes of shards by position: local files with ``pread``, everything else as ``loaders.remote`` does.
 
-A short read is never the end of a shard: it is an error that names shard and byte. Remote reads are tried a
-bounded number of times with growing pauses, each failure logged.
+A short read is never the end of a shard: it is an error that names shard and byte.
 """
 
 from __future__ import annotations
 
-import functools
 import glob
 import io
-import logging
 import os
 import re
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from loaders.remote import glob_remote, read_remote, remote_info, write_remote
 from omni_pipeline.core.errors import ConfigError, ShardError
-
-logger = logging.getLogger(__name__)
 
 _DETOUR = re.compile(r"//|/\.\.?(?:/|$)|/$")
 
-REMOTE_ATTEMPTS = 4
-FIRST_PAUSE_S = 0.5
 LOCAL_BUFFER_BYTES = 4096
 REMOTE_BUFFER_BYTES = 1 << 18
-
-ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +64,7 @@ def read_range(url: str, offset: int, length: int) -> bytes:
     """
     if length == 0:
         return b""
-    if is_remote(url):
-        data = _retried(lambda: _fetch(url, offset, length), f"{url}, byte {offset}")
-    else:
-        data = _pread(url, offset, length)
+    data = (read_remote if is_remote(url) else _pread)(url, offset, length)
     if len(data) != length:
         raise ShardError(
             f"shard ends {length - len(data)} bytes early: asked for {length}, got {len(data)}",
@@ -93,7 +81,7 @@ def stat_shard(url: str) -> ShardStat:
         ShardError: Missing or unreachable.
     """
     if is_remote(url):
-        info: dict[str, Any] = _retried(lambda: _filesystem(url).info(url), url)
+        info = remote_info(url)
         tags = ("ETag", "etag", "md5", "LastModified", "last_modified", "mtime", "created")
         version = next((str(info[tag]) for tag in tags if info.get(tag)), "")
         return ShardStat(int(info["size"]), version)
@@ -112,8 +100,7 @@ def read_file(url: str) -> bytes | None:
     """
     try:
         if is_remote(url):
-            content: bytes = _retried(lambda: _filesystem(url).cat_file(url), url)
-            return content
+            return read_range(url, 0, stat_shard(url).size)
         return Path(local_path(url)).read_bytes()
     except FileNotFoundError:
         return None
@@ -132,7 +119,7 @@ def write_file(url: str, data: bytes) -> None:
         ShardError: The place cannot be written.
     """
     if is_remote(url):
-        _retried(lambda: _filesystem(url).pipe_file(url, data), url)
+        write_remote(url, data)
         return
     path = local_path(url)
     temporary = f"{path}.{os.getpid()}.tmp"
@@ -235,11 +222,7 @@ def _glob(path: str) -> list[str]:
         if is_remote(path):
             return [path]
         raise ConfigError(f"there is no such file: {path}", fix="check the path, from the folder you run in")
-    if is_remote(path):
-        system = _filesystem(path)
-        found = sorted(system.unstrip_protocol(name) for name in system.glob(path))
-    else:
-        found = sorted(glob.glob(local_path(path), recursive=True))
+    found = glob_remote(path) if is_remote(path) else sorted(glob.glob(local_path(path), recursive=True))
     if not found:
         raise ConfigError(f"no shard matches {path!r}", fix="check the pattern, from the folder you run in")
     return found
@@ -266,50 +249,6 @@ def _pread(url: str, offset: int, length: int) -> bytes:
     finally:
         os.close(descriptor)
     return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-
-def _fetch(url: str, offset: int, length: int) -> bytes:
-    data: bytes = _filesystem(url).cat_file(url, start=offset, end=offset + length)
-    if len(data) < length and offset + len(data) < int(_filesystem(url).info(url)["size"]):
-        raise ConnectionError(f"got {len(data)} of {length} bytes")
-    return data
-
-
-@functools.lru_cache(maxsize=16)
-def _filesystem_of(protocol: str) -> Any:
-    import fsspec  # only remote shards need it
-
-    return fsspec.filesystem(protocol)
-
-
-def _filesystem(url: str) -> Any:
-    protocol = url.partition("://")[0]
-    try:
-        return _filesystem_of(protocol)
-    except (ValueError, ImportError) as error:
-        raise ConfigError(
-            f"cannot open {protocol}:// shards: {error}", fix="install the fsspec package of this store"
-        ) from error
-
-
-def _retried(action: Callable[[], ResultT], where: str) -> ResultT:
-    pause_s = FIRST_PAUSE_S
-    for attempt in range(1, REMOTE_ATTEMPTS + 1):
-        try:
-            return action()
-        except FileNotFoundError as error:
-            raise ShardError("there is no such shard", where=where, fix="check the URL") from error
-        except OSError as error:
-            if attempt == REMOTE_ATTEMPTS:
-                raise ShardError(
-                    f"storage failed {attempt} times, last: {error}",
-                    where=where,
-                    fix="check the network and the store",
-                ) from error
-            logger.warning("read %d of %s failed (%s); next try in %.1f s", attempt, where, error, pause_s)
-            time.sleep(pause_s)
-            pause_s *= 2
-    raise ValueError("REMOTE_ATTEMPTS must be at least 1")
 
 
 def _no_shard(url: str, error: OSError) -> ShardError:

@@ -40,12 +40,13 @@ class FetchError(SampleError):
 
 def decode_job(request: Any, settings: Any) -> tuple[Any, float, float]:
     """Fetch and decode one ``DecodeRequest`` under ``DecodeSettings``; return (array, fetch_s, decode_s)."""
+    from loaders.cache import read_payload, set_up_storage
     from loaders.decode.segment import decode_bytes  # heavy: only processes that decode import it
-    from loaders.storage import read_range
 
     begin = time.monotonic()
+    set_up_storage(settings.storage)
     try:
-        data = read_range(request.url, request.offset, request.length)
+        data = read_payload(request.url, request.offset, request.length)
     except (OmniError, OSError) as error:
         raise FetchError(_reason(error), where=f"{request.where}, byte {request.offset}") from error
     fetched = time.monotonic()

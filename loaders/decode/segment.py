@@ -19,6 +19,7 @@ from loaders.decode.text import decode_text, load_tokenizer
 from loaders.decode.track import decode_track
 from loaders.decode.video import decode_video
 from loaders.storage import read_range
+from loaders.storage_config import StorageConfig
 from omni_pipeline.core.encoder_file import run_encoder_files
 from omni_pipeline.core.errors import DataError, SampleError
 from omni_pipeline.core.media import KINDS, EncoderFile
@@ -68,6 +69,7 @@ class DecodeSettings(BaseModel):
     encoder_files: tuple[EncoderFile, ...] = Field(
         (), description="Files of encoders that a run attaches, as they were read at its start."
     )
+    storage: StorageConfig = Field(StorageConfig(), description="How remote shards are read.")
     video_backend: Literal["pyav", "decord"] = Field(
         "pyav", description="Library that decodes video; decord gives wrong frames on some files."
     )

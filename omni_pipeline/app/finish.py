@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loaders.storage import read_range
+from loaders.cache import read_payload
 from omni_pipeline.app.report import write_report
 from omni_pipeline.app.report_gallery import gallery_from_plan, read_gallery, write_gallery
 from omni_pipeline.app.run_dir import RunDir
@@ -15,7 +15,7 @@ from omni_pipeline.core.plan import StepPlan
 def keep_gallery(run: RunDir, plan: StepPlan, *, max_packs: int) -> None:
     """Keep the media of some packs of ``plan`` for the report, so that it needs no shard later."""
     if max_packs:
-        write_gallery(run.gallery_path, gallery_from_plan(plan, read_range, max_packs=max_packs))
+        write_gallery(run.gallery_path, gallery_from_plan(plan, read_payload, max_packs=max_packs))
 
 
 def report_of(run_dir: Path, *, out: Path | None = None) -> Path:

@@ -19,6 +19,7 @@ from balancer.cost import CostModel
 from balancer.planner import GroupPlanner
 from balancer.reorder import lanes_of_group
 from loaders.assemble import ModelInputs
+from loaders.cache import set_up_storage
 from loaders.decode.text import Tokenizer, load_tokenizer, with_markers
 from loaders.identity import sources_identity
 from loaders.mixture import Mixture, Moment
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from loaders.loader import OmniLoader
 
 # Settings that may differ between ranks: they change no sample and no number.
-LOCAL_SETTINGS = {"loader": ("num_workers", "deadline_s", "prefetch_steps", "prefetch_bytes")}
+LOCAL_SETTINGS = {"loader": ("num_workers", "deadline_s", "prefetch_steps", "prefetch_bytes", "storage")}
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,7 @@ def _stream(
     order: OrderConfig,
     groups: Mapping[str, Weight],
 ) -> Stream:
+    set_up_storage(config.loader.storage)
     for source in sources:
         _check_deny(source, RunDir(config.run.dir))
     opened = tuple(open_source(source, sizes=config.model.sizes, tokenizer=tokenizer) for source in sources)

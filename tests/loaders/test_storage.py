@@ -1,11 +1,10 @@
-"""loaders.storage: exact ranges, bounded retries, patterns."""
+"""loaders.storage: exact ranges, whole files, patterns."""
 
 from __future__ import annotations
 
 import io
 import os
 from pathlib import Path
-from typing import Any
 
 import fsspec
 import pytest
@@ -49,42 +48,6 @@ def test_a_remote_range_is_exact_and_a_short_one_an_error() -> None:
     assert storage.stat_shard("memory://box/s.bin").size == 100
     with pytest.raises(ShardError, match="ends 10 bytes early"):
         storage.read_range("memory://box/s.bin", 90, 20)
-
-
-def test_remote_failures_are_retried_a_bounded_number_of_times(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    pauses: list[float] = []
-
-    class Broken:
-        """A store that fails a set number of times; the network is the edge that is faked."""
-
-        def __init__(self, failures: int) -> None:
-            self.failures = failures
-
-        def info(self, url: str) -> dict[str, Any]:
-            return {"size": 4}
-
-        def cat_file(self, url: str, start: int, end: int) -> bytes:
-            calls.append(start)
-            if len(calls) <= self.failures:
-                raise ConnectionError("reset by peer")
-            return b"data" if len(calls) > self.failures + 1 else b"da"
-
-    monkeypatch.setattr("loaders.storage.time.sleep", pauses.append)
-    monkeypatch.setattr(storage, "_filesystem_of", lambda protocol: Broken(2))
-    # Two failures, then half a body, then all of it.
-    assert storage.read_range("fake://s.tar", 0, 4) == b"data"
-    assert pauses == [0.5, 1.0, 2.0]
-    calls.clear()
-    monkeypatch.setattr(storage, "_filesystem_of", lambda protocol: Broken(99))
-    with pytest.raises(ShardError, match="storage failed 4 times, last: reset by peer"):
-        storage.read_range("fake://s.tar", 0, 4)
-    assert len(calls) == 4
-
-
-def test_an_unknown_store_is_a_setting_error() -> None:
-    with pytest.raises(ConfigError, match="cannot open nowhere:// shards"):
-        storage.read_range("nowhere://s.tar", 0, 1)
 
 
 def test_a_window_reads_as_a_file_does(tmp_path: Path) -> None:
