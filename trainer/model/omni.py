@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from omni_pipeline.core.errors import ConfigError
 from omni_pipeline.core.media import MediaEncoder
 from trainer.config import ModelConfig
 from trainer.model.added import build_added
@@ -36,6 +37,12 @@ class OmniModel(nn.Module):
         self.added = tuple(added)
         self.encoders = nn.ModuleDict({"vision": VisionEncoder(config), "audio": AudioEncoder(config)})
         for encoder in added:
+            if hasattr(self.encoders, encoder.name):
+                raise ConfigError(
+                    f"the name {encoder.name!r} of an encoder is taken: modules of torch have it",
+                    where=encoder.file.path,
+                    fix="give MediaKind another name",
+                )
             self.encoders[encoder.name] = build_added(encoder, width=config.llm.hidden)
         self.llm = Llm(config.llm)
 
@@ -69,7 +76,7 @@ def build_model(
         device: Where.
 
     Raises:
-        ConfigError: The module of an added encoder does not do what it must.
+        ConfigError: The module of an added encoder does not do what it must, or its name is taken.
     """
     with torch.device("meta"):
         model = OmniModel(config, added)

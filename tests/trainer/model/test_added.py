@@ -104,6 +104,13 @@ def test_a_module_that_ranks_cannot_rely_on_is_told(
     assert (caught.value.what, caught.value.where) == (what, str(tmp_path / "changed.py"))
 
 
+def test_a_name_that_modules_of_torch_have_is_told(tmp_path: Path) -> None:
+    encoder = load_encoder(changed_file(tmp_path, ('name="depth"', 'name="values"')))
+    with pytest.raises(ConfigError) as caught:
+        build_model(CONFIG, added=[encoder], device="meta")
+    assert caught.value.what == "the name 'values' of an encoder is taken: modules of torch have it"
+
+
 def test_recomputation_without_blocks_is_told(tmp_path: Path) -> None:
     encoder = load_encoder(changed_file(tmp_path, ("self.block_list", "self.blocks")))
     with pytest.raises(ConfigError, match="recompute or compile is set, but DepthEncoder has no block_list"):
