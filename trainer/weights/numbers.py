@@ -44,7 +44,8 @@ def laid_over_weights(
     try:
         weights = open_weights(path)
     except ConfigError as error:
-        raise ConfigError(error.what, where="setting 'model.weights'", fix=error.fix) from error
+        fix = f"{error.fix}; a run that has gone on from them may name its own folder"
+        raise ConfigError(error.what, where="setting 'model.weights'", fix=fix) from error
     stated = _stated(given, weights, published)
     _check(stated, weights)
     size = given.get("size", DEFAULT_SIZE)

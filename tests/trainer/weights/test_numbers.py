@@ -96,3 +96,4 @@ def test_missing_weights_name_the_setting(tmp_path: Path) -> None:
         ModelConfig.model_validate({"weights": str(tmp_path / "none")})
     assert caught.value.what == f"{tmp_path / 'none'} holds no complete weights: there is no such folder"
     assert caught.value.where == "setting 'model.weights'"
+    assert caught.value.fix.endswith("; a run that has gone on from them may name its own folder")
