@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -112,7 +112,10 @@ def build_index(shard: str, *, tokenizer: Tokenizer, force: bool = False) -> Ind
     """
     file = None if force else _current_index(shard)
     if file is None:
-        index = _measure_shard(shard, tokenizer)
+        # The size is that of before the scan: a shard that grows meanwhile is stale.
+        stat, scan = stat_shard(shard), scan_tar(shard)
+        rows = measure_members(shard, scan.members, tokenizer)
+        index = write_index(shard, rows, stat=stat, damage=scan.damage)
     elif tokenizer.fingerprint not in file.summary.token_digests:
         index = _add_tokens(file, tokenizer)
     else:
@@ -150,31 +153,42 @@ def _index_one(job: tuple[str, Path | None, bool]) -> IndexReport:
         return IndexReport(shard, error=str(error))
 
 
-def _measure_shard(shard: str, tokenizer: Tokenizer) -> ShardIndex:
-    stat = stat_shard(shard)
-    scan = scan_tar(shard)
+def measure_members(
+    shard: str,
+    members: Iterable[TarMember],
+    tokenizer: Tokenizer,
+    *,
+    on_text: Callable[[TarMember, bytes], None] | None = None,
+) -> pa.RecordBatch:
+    """Return the rows of an index of ``members``, as ``write_index`` takes them.
+
+    Args:
+        on_text: Called with each good text and its bytes.
+
+    Raises:
+        ShardError: The shard cannot be read.
+    """
     samples: dict[str, list[tuple[dict[str, Any], int]]] = {}
-    for member in scan.members:
+    for member in members:
         key, suffix = split_name(member.name)
-        samples.setdefault(key, []).append(_measure(shard, member, suffix, tokenizer))
+        samples.setdefault(key, []).append(_measure(shard, member, suffix, tokenizer, on_text))
     for measured in samples.values():
         _mark_repeated([entry for entry, _ in measured])
-    members = [entry for measured in samples.values() for entry, _ in measured]
+    entries = [entry for measured in samples.values() for entry, _ in measured]
     counts = [num_tokens for measured in samples.values() for _, num_tokens in measured]
     starts = np.cumsum([0, *map(len, samples.values())])
     columns = [
-        pa.array([entry[name] for entry in members], pa.string() if kind == WORD else kind)
+        pa.array([entry[name] for entry in entries], pa.string() if kind == WORD else kind)
         for name, kind in MEMBER_TYPES.items()
     ]
     columns = [column.dictionary_encode() if column.type == pa.string() else column for column in columns]
-    rows = pa.RecordBatch.from_pydict(
+    return pa.RecordBatch.from_pydict(
         {
             "key": pa.array(list(samples), pa.string()),
             "members": _lists(starts, pa.StructArray.from_arrays(columns, names=list(MEMBER_TYPES))),
             TOKENS + tokenizer.fingerprint: _lists(starts, pa.array(counts, pa.int32())),
         }
     )
-    return write_index(shard, rows, stat=stat, damage=scan.damage)
 
 
 def _lists(starts: npt.NDArray[np.int64], values: pa.Array) -> pa.ListArray:
@@ -189,14 +203,23 @@ def _mark_repeated(entries: list[dict[str, Any]]) -> None:
             entry["error"] = REPEATED
 
 
-def _measure(shard: str, member: TarMember, suffix: str, tokenizer: Tokenizer) -> tuple[dict[str, Any], int]:
+def _measure(
+    shard: str,
+    member: TarMember,
+    suffix: str,
+    tokenizer: Tokenizer,
+    on_text: Callable[[TarMember, bytes], None] | None,
+) -> tuple[dict[str, Any], int]:
     """Return the index entry of one member, and its tokens (-1 for anything but good text)."""
     modality = modality_of(suffix)
     raw, error, num_tokens = RawSize(), member.error, -1
     if modality is not None and not error:
         try:
             if modality is Modality.TEXT:
-                raw, num_tokens = _measure_text(shard, member.offset, member.length, tokenizer)
+                data = read_range(shard, member.offset, member.length)
+                raw, num_tokens = _measure_text(data, tokenizer)
+                if on_text is not None:
+                    on_text(member, data)
             else:
                 raw = _in_range(_measure_media(shard, member, suffix, modality))
         except SampleError as problem:
@@ -241,12 +264,12 @@ def _in_range(raw: RawSize) -> RawSize:
     return raw
 
 
-def _measure_text(shard: str, offset: int, length: int, tokenizer: Tokenizer) -> tuple[RawSize, int]:
-    text = decode_text(read_range(shard, offset, length))
+def _measure_text(data: bytes, tokenizer: Tokenizer) -> tuple[RawSize, int]:
+    text = decode_text(data)
     num_tokens = len(tokenizer.encode(text))
     if num_tokens > LARGEST_INT32:
         raise SampleError(f"text has {num_tokens} tokens, limit {LARGEST_INT32}", fix="cut the text")
-    return RawSize(num_chars=len(text), num_bytes=length), num_tokens
+    return RawSize(num_chars=len(text), num_bytes=len(data)), num_tokens
 
 
 def _add_tokens(file: IndexFile, tokenizer: Tokenizer) -> ShardIndex:
@@ -257,7 +280,7 @@ def _add_tokens(file: IndexFile, tokenizer: Tokenizer) -> ShardIndex:
     is_good = np.array(index.errors.to_pylist(), dtype=object) == ""
     for place in np.flatnonzero(is_text & is_good):
         offset, length = int(index.numbers["offset"][place]), int(index.numbers["length"][place])
-        counts[place] = _measure_text(shard, offset, length, tokenizer)[1]
+        counts[place] = _measure_text(read_range(shard, offset, length), tokenizer)[1]
     rows = pa.RecordBatch.from_arrays(
         [*rows.columns, _lists(index.starts, pa.array(counts))],
         names=[*rows.schema.names, TOKENS + tokenizer.fingerprint],

@@ -12,7 +12,7 @@ import logging
 from array import array
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from loaders.index import member_name, modality_of
 from loaders.index_file import BATCH_ROWS, IndexFile
 from loaders.index_rows import DIGEST_BYTES
 from loaders.manifest import ShardTable, find_shards
-from loaders.source_config import FieldConfig, SourceConfig
+from loaders.source_config import FieldConfig, FieldsLayout, SourceConfig
 from omni_pipeline.core.errors import ConfigError, ShardError
 from omni_pipeline.core.media import KINDS
 from omni_pipeline.core.sample import Modality, Sample, SampleId, Segment, quick_constructor
@@ -291,7 +291,7 @@ def open_source(config: SourceConfig, sizes: ModelSizes, tokenizer: Tokenizer) -
             raise ConfigError("the source has no shards", fix="set sources.shards")
         left_out = open_filter(config, table.shards)
         source = Source(config, table, sizes=sizes, tokenizer=tokenizer.fingerprint, left_out=left_out)
-        _check_members(config, table)
+        check_members(config.layout, table.suffixes, table.num_samples.tolist(), table.shards)
         if 0 < len(source) <= COUNTED_ROWS:
             _tell_left_out(source)
     except (ConfigError, ShardError) as error:
@@ -306,16 +306,26 @@ def open_source(config: SourceConfig, sizes: ModelSizes, tokenizer: Tokenizer) -
     return source
 
 
-def _check_members(config: SourceConfig, table: ShardTable) -> None:
-    """Raise unless every field has a member in some sample."""
-    suffixes = table.suffixes
-    if not table.num_samples.sum():
+def check_members(
+    layout: FieldsLayout,
+    suffixes: Mapping[str, tuple[str, int]],
+    num_samples: Sequence[int],
+    shards: Sequence[str],
+) -> None:
+    """Raise ConfigError unless every field of ``layout`` has a member in some sample.
+
+    Args:
+        suffixes: Of the source, by suffix in lower case: (modality, members).
+        num_samples: Of each shard.
+        shards: Paths or URLs.
+    """
+    if not any(num_samples):
         raise ConfigError(
-            f"the source is empty: 0 samples in {len(table.shards)} shards",
-            fix=f"`omni data index --force {table.shards[0]}` lists what is in it; or take the source out",
+            f"the source is empty: 0 samples in {len(shards)} shards",
+            fix=f"`omni data check {shards[0]}` lists what is in it; or take the source out",
         )
     counts = Counter({suffix: count for suffix, (_, count) in suffixes.items()})
-    for field in config.layout.fields:
+    for field in layout.fields:
         for suffix in field.suffixes:
             _check_modality(suffix, suffixes.get(suffix, ("", 0))[0])
         if not any(suffix in suffixes for suffix in field.suffixes):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from omni_pipeline.cli.check import command as check
 from omni_pipeline.cli.progress import ProgressBar
 
 if TYPE_CHECKING:
@@ -25,10 +26,13 @@ _with_encoders = click.option(
 
 @click.group()
 def command() -> None:
-    """Prepare shards from raw media, and index shards that exist.
+    """Prepare shards from raw media; index and check shards that exist.
 
     Example: omni data prepare photos/ --out shards/
     """
+
+
+command.add_command(check, "check")
 
 
 @command.command()

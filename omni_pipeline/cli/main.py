@@ -20,7 +20,7 @@ PACKAGES = ("omni_pipeline", "loaders", "balancer", "trainer")
 
 COMMANDS = {
     "config": ("omni_pipeline.cli.config", "Show the settings of a run and where each value comes from."),
-    "data": ("omni_pipeline.cli.data", "Prepare and index shards."),
+    "data": ("omni_pipeline.cli.data", "Prepare, index and check shards."),
     "demo": ("omni_pipeline.cli.demo", "Run the whole path on this machine in under three minutes."),
     "plan": ("omni_pipeline.cli.plan", "Print what a step would do, without running it."),
     "profile": ("omni_pipeline.cli.profile", "Tell where the time of a trained run went."),

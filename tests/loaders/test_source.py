@@ -250,7 +250,7 @@ def test_an_empty_source_is_a_setting_error(tmp_path: Path) -> None:
     assert str(caught.value) == (
         "the source is empty: 0 samples in 1 shards\n"
         "  where: source 's'\n"
-        f"  fix:   `omni data index --force {tmp_path / '0.tar'}` lists what is in it; or take the source out"
+        f"  fix:   `omni data check {tmp_path / '0.tar'}` lists what is in it; or take the source out"
     )
 
 
