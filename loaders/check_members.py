@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -88,6 +88,8 @@ class Members:
         self._errors = index.errors.to_pylist()
         self._grids = np.zeros((len(self._codes), 3), dtype=np.int64)
         self._bad: dict[int, str] = {}
+        self._used: set[int] = set()
+        self._tracks: dict[int, int] = {}
 
     def judge(self, found: Findings) -> None:
         """Add what is wrong or odd with members one by one; to be called before the other methods."""
@@ -152,10 +154,13 @@ class Members:
         return table
 
     def requests(self) -> Iterator[tuple[str, DecodeRequest]]:
-        """Yield what can be decoded, with its key; nothing of what is decoded comes back."""
+        """Yield what can be decoded, with its key; nothing of what is decoded comes back.
+
+        With layouts, what fills a field of a usable sample; so ``unusable`` must be called before.
+        """
         for place in np.flatnonzero(self._wanted).tolist():
             modality = self._modalities[place]
-            if modality is None or place in self._bad:
+            if modality is None or place in self._bad or (self._layouts and place not in self._used):
                 continue
             time, height, width = self._grids[place].tolist()
             request = DecodeRequest(
@@ -169,22 +174,39 @@ class Members:
                 units=(0, 0),
             )
             yield self._key(place), request
+            if frames := self._tracks.get(place):
+                grid = (frames, 1, 1)
+                yield self._key(place), replace(request, modality=Modality.AUDIO, grid=grid, is_track=True)
 
     def _fit_layout(self, layout: FieldsLayout, found: Findings, told: set[int]) -> dict[int, str]:
         """Return by row why a run with ``layout`` cannot use it; ``told`` are rows that were reported."""
         settings, tokenizer = self._settings, next(iter(self.index.tokens))
         fields = tuple(item.suffixes for item in layout.fields)
-        batch = Sizing(fields, settings.decode.sizes, tokenizer)(self.index)
+        sounds = frozenset(place for place, item in enumerate(layout.fields) if item.sound)
+        batch = Sizing(fields, settings.decode.sizes, tokenizer, sounds=sounds)(self.index)
         problems = dict(batch.problems)
+        rows_of_bad = {int(self._rows[place]) for place in self._bad}
         for row, reason in sorted(problems.items()):
-            if reason.startswith("no member ") and row not in told:
-                told.add(row)
+            if row in told:
+                continue
+            if reason.startswith("no member "):
                 has = ", ".join(self._suffixes_of(row))
                 found.add("missing_member", self._sample_at(row, f"{reason}; it has {has}"))
-        for place, reason in self._bad.items():
-            row, offset = int(self._rows[place]), self.index.numbers["offset"][place]
-            if any(segments["offset"][row] == offset for segments in batch.segments):
-                problems.setdefault(row, reason)
+            elif row not in rows_of_bad:
+                found.add("no_size", self._sample_at(row, reason))  # the sound of a clip
+            told.add(row)
+        places = {offset: place for place, offset in enumerate(self.index.numbers["offset"].tolist())}
+        for segments in batch.segments:
+            offsets = segments["offset"].tolist()
+            used = [places[offsets[row]] for row in range(len(offsets)) if row not in batch.problems]
+            self._used.update(used)
+            for place in used:
+                if place in self._bad:
+                    problems.setdefault(int(self._rows[place]), self._bad[place])
+        for track in batch.tracks.values():
+            for row in np.flatnonzero(track["modality"] >= 0).tolist():
+                if row not in batch.problems:
+                    self._tracks[places[track["offset"].item(row)]] = track["time"].item(row)
         if settings.budgets is not None:
             _, fits = fit(batch.sizes, settings.budgets, oversize=settings.oversize)
             for row in np.flatnonzero(~fits & (batch.sizes.status == USABLE)).tolist():

@@ -27,7 +27,7 @@ from loaders.index_file import index_path
 from loaders.packing import Budgets
 from loaders.source_config import FieldsLayout
 from omni_pipeline.core.sizes import AudioSizes, ModelSizes
-from tests.support.shards import audio_bytes, caption_members, image_bytes, write_tar
+from tests.support.shards import audio_bytes, caption_members, image_bytes, video_bytes, write_tar
 
 BYTES = load_tokenizer(None)
 CAPTIONS = FieldsLayout(fields=("jpg|png", "txt"))  # type: ignore[arg-type]
@@ -408,6 +408,18 @@ def test_worker_processes_find_the_same(tmp_path: Path) -> None:
     alone = checked(*shards, decode=True)
     assert checked(*shards, decode=True, num_workers=2) == alone
     assert alone.found.num_notes
+
+
+def test_the_sound_of_a_clip_is_sized_and_decoded_where_the_layout_asks_for_it(tmp_path: Path) -> None:
+    clips = FieldsLayout(fields=({"member": "mp4", "sound": True},))  # type: ignore[arg-type]
+    path = write_tar(tmp_path / "s.tar", {"a.mp4": video_bytes(sound_s=1.0), "b.mp4": video_bytes()})
+    report = checked(path, layout=clips, decode=True)
+    assert (kinds(report), report.num_decoded) == ({}, 3)
+    short = DecodeSettings(sizes=ModelSizes(audio=AudioSizes(max_duration_s=0.5)))
+    report = checked(path, layout=clips, against=CheckSettings(short), deny_list=tmp_path / "deny.txt")
+    assert (kinds(report), report.num_denied) == ({"no_size": 1}, 1)
+    assert places(report, "no_size")[0][1].startswith("sound of the clip: recording lasts")
+    assert kinds(checked(path, against=CheckSettings(short))) == {}
 
 
 def hang(_request: object, _settings: object) -> tuple[object, float, float]:
