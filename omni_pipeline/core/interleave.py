@@ -8,7 +8,7 @@ order within their segment, so only positions tell the two layouts apart.
 
 The reference cuts the clip twice: its processor, where tokens stand, by times in double precision; its
 model, where positions are counted, by times in single precision, truncated. Truncating passes no border of a
-chunk, but rounding can (frame 13 at 0.52 frames per second). The order of tokens is the processor's; each row
+chunk, but rounding can (patch 41 of 41 a second). The order of tokens is the processor's; each row
 has the position of its own time.
 """
 

@@ -12,14 +12,16 @@ import pytest
 from hypothesis import given, settings
 
 from balancer.layout import SequenceKind, SequenceLayout
+from balancer.lssp import LsspConfig
 from balancer.reshard import build_routes, media_places, reshard_plan
+from balancer.step_inputs import step_inputs
 from omni_pipeline.core.errors import PlanError
 from omni_pipeline.core.plan import ExchangeKind, Pack, StepPlan
 from omni_pipeline.core.reshard import AllToAll, ReshardPlan, SumBuffer
 from omni_pipeline.core.sample import Modality
 from omni_pipeline.core.topology import Topology
 from tests.balancer.exchanges import made_rows, run_hops, wanted_rows, with_shares
-from tests.balancer.worlds import ENCODERS, Step, image_pack, steps
+from tests.balancer.worlds import ENCODERS, Step, cost_model, image_pack, steps
 from tests.support.strategies import clip_with_sound, make_sample, media_segment, text_segment
 
 
@@ -167,6 +169,25 @@ def test_rows_of_a_clip_and_of_its_sound_go_where_they_are_interleaved() -> None
     assert reshard.positions.tolist() == list(range(5, 71))
     # The encoder of pictures makes rows 0 to 5, that of sound 6 to 65.
     assert reshard.take_rows.tolist() == [0, 1, *range(6, 56), 2, 3, *range(56, 66), 4, 5]
+
+
+def test_moves_of_interleaved_rows_are_priced_where_they_go() -> None:
+    clip, sound = clip_with_sound((3, 4, 2), 240, patch_s=2.0)
+    pack = Pack(lane=0, number=0, samples=(make_sample([clip, sound]),))
+    layout = SequenceLayout(Topology(world_size=2, tp=2))
+    inputs = step_inputs(
+        (pack,),
+        group=0,
+        cost_model=cost_model(),
+        layout=layout,
+        lssp=LsspConfig(kind="off"),
+        encoder_memory_bytes=0,
+        exchange="exact",
+    )
+    rows = np.zeros((2, 2), dtype=np.int64)
+    np.add.at(rows, (inputs.pieces.item, inputs.pieces.owner), inputs.pieces.rows)
+    # 71 positions, 36 for the first rank: of them two are markers, two of the clip.
+    assert rows.tolist() == [[2, 4], [32, 28]]
 
 
 def test_a_rank_from_outside_the_group_is_refused() -> None:

@@ -72,8 +72,8 @@ def test_frames_more_than_two_seconds_apart_end_one_chunk_a_row() -> None:
 
 
 def test_chunks_end_at_times_in_double_precision() -> None:
-    # Frame 13 is at 1250 positions, a border; single precision says 1249.9999.
-    assert sum(clip_chunks(14, 1, 2 / 0.52)[:-1]) == 13
+    # Frames 41 and 82 are at 50 and 100 positions, the borders; single precision says 49.999996.
+    assert clip_chunks(83, 4, 2 / 41) == (164, 164, 4)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=5), st.data())

@@ -47,6 +47,8 @@ def test_digests_tell_every_field_apart() -> None:
         {"sample": 1},
         {"segment": 1},
         {"position": 2},
+        {"runs": ((1, 3), (9, 5))},
+        {"runs": ((1, 4), (9, 4))},
         {"encoder": "audio"},
         {"joined": True},
         {"ranks": (1, 3)},

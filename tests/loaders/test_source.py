@@ -119,11 +119,17 @@ def test_a_sound_longer_than_recordings_may_be_is_unusable_with_its_clip(tmp_pat
 
 
 def test_other_members_of_a_field_with_sound_stay_as_they_are(tmp_path: Path) -> None:
-    members = {"a.jpg": image_bytes(56, 56), "b.mp4": video_bytes(4, fps=2, sound_s=1.0), "c.txt": b"x"}
-    source = opened(tmp_path, [members], [{"member": "jpg|mp4", "sound": True}])
+    members = {
+        "a.jpg": image_bytes(56, 56),
+        "b.mp4": video_bytes(4, fps=2, sound_s=1.0),
+        "c.txt": b"x",
+        "d.wav": audio_bytes(1.0),
+    }
+    source = opened(tmp_path, [members], [{"member": "jpg|mp4|wav", "sound": True}])
     assert [segment.modality for segment in source.sample(0).segments] == ["image"]
     assert [segment.modality for segment in source.sample(1).segments] == ["video", "audio"]
-    assert problems_of(source) == {"c": "no member 'jpg|mp4'"}
+    assert [segment.modality for segment in source.sample(3).segments] == ["audio"]
+    assert problems_of(source) == {"c": "no member 'jpg|mp4|wav'"}
 
 
 def test_conditions_see_the_clip_and_the_sums_of_both(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from omni_pipeline.core.topology import Topology
 from tests.support import parity
 from tests.support.ranks import run_ranks
 from tests.support.steps import Recorder
-from tests.support.strategies import make_sample, media_segment, text_segment
+from tests.support.strategies import clip_with_sound, make_sample, media_segment, text_segment
 from trainer.colocation import ColocatedModel, colocate, omni_anchors
 from trainer.model.omni import build_model
 from trainer.parallel.config import ParallelConfig
@@ -36,12 +36,14 @@ TALK = media_segment(Modality.AUDIO, (431, 1, 1))
 LONG = make_sample([PICTURE, text_segment(3), CLIP, TALK, text_segment(4), PICTURE], source="long", row=40)
 WIDE = make_sample([media_segment(Modality.IMAGE, (1, 4, 10)), text_segment(3)], source="long", row=41)
 CUT = make_sample([CLIP, text_segment(3), TALK, text_segment(2)], source="long", row=42)
+# Its rows by turns: 12, 50, 12, 50, 6, 8.
+JOINT = make_sample([*clip_with_sound((5, 4, 6), 431), text_segment(2)], source="long", row=43)
 MIXED = [parity.mixed_sample(row) for row in range(4)]
 TEXT = [parity.text_sample(row) for row in range(100, 104)]
 
 # By (row of the sample, segment): ranks, shares, whether they are joined.
 Shares = Mapping[tuple[int, int], tuple[tuple[int, ...], tuple[int, ...], bool]]
-SAMPLES = (LONG, WIDE, CUT)
+SAMPLES = (LONG, WIDE, CUT, JOINT)
 
 
 def _packs(*contents: list[Sample]) -> tuple[Pack, ...]:
@@ -59,6 +61,10 @@ SCENARIOS: dict[int, dict[str, tuple[tuple[Pack, ...], Shares]]] = {
                 (40, 5): ((0, 1), (1, 23), True),
                 (42, 0): ((1, 0), (6, 24), True),
             },
+        ),
+        "a clip and its sound, each cut inside a turn of the other": (
+            _packs([JOINT, TEXT[0]], [MIXED[3]]),
+            {(43, 0): ((1, 0), (17, 13), True), (43, 1): ((0, 1), (50, 58), False)},
         ),
         "nothing but cuts": (
             _packs([CUT], TEXT[:1]),
