@@ -31,6 +31,7 @@ from benchmarks.model_parts import MODEL, Bench, Samples
 from trainer.parallel.sharding import DTYPES
 
 PARTS = ("vision", "audio", "llm")
+REPEATS = 3
 Round = Mapping[str, float]
 """Seconds of each part by name, and under "peak" the best rate of a product, operations per second."""
 
@@ -109,7 +110,10 @@ def _product_rate(
     """Return the operations per second of a linear layer's three products: forward, and two backward."""
     x, weight = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     gradient = torch.randn(rows, outputs, dtype=dtype)
-    seconds = _seconds(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x), clock)
+    # The best of some: a peak that something else disturbed would flatter every share.
+    seconds = min(
+        _seconds(lambda: (x @ weight.T, gradient @ weight, gradient.T @ x), clock) for _ in range(REPEATS)
+    )
     return 3 * 2 * rows * inputs * outputs / seconds
 
 
