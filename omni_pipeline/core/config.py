@@ -135,8 +135,7 @@ def _assign(data: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _describe(model: type[BaseModel], item: Any) -> str:
-    # pydantic names what is wrong with a key of a table so.
-    setting = ".".join(str(part) for part in item["loc"] if part != "[key]")
+    setting = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
         near = difflib.get_close_matches(str(item["loc"][-1]), _names_beside(model, item["loc"]), n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""

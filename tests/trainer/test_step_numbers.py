@@ -42,6 +42,7 @@ def result_of(stages: StageTimes, *, skipped: bool = False) -> StepResult:
         requests=Requests(),
         timings={"agree_s": 1.0, "compute_s": 2.0, "optimizer_s": 0.5},
         stages=stages,
+        part_lrs={"vision": 0.01},
     )
 
 
@@ -94,6 +95,7 @@ def test_stages_are_means_over_ranks_and_the_measured_imbalance_is_of_own_work()
     assert values["trainer/step_s"] == 8.0
     assert values["loader/wait_s"] == 0.5
     assert values["trainer/num_ranks"] == 2
+    assert (values["trainer/lr"], values["trainer/lr/vision"]) == (0.1, 0.01)
     assert values["balancer/encoder_imbalance_measured"] == 1.5
     assert values["balancer/llm_imbalance_measured"] == 1.0
     assert values["balancer/encoder_mean_s"] == 0.5
