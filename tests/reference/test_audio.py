@@ -53,7 +53,7 @@ def _sinusoids(length: int, width: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def _check(pair: Pair, counts: Sequence[int]) -> None:
+def assert_equals_reference(pair: Pair, counts: Sequence[int]) -> None:
     random = torch.Generator().manual_seed(1)
     frames = torch.randn(sum(counts), pair.config.sizes.audio.num_mels, generator=random, dtype=pair.dtype)
     own, other = frames.clone().requires_grad_(), frames.clone().requires_grad_()
@@ -75,9 +75,9 @@ def _check(pair: Pair, counts: Sequence[int]) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("case", RECORDINGS)
 def test_rows_and_gradients_are_those_of_the_reference(case: str, dtype: torch.dtype) -> None:
-    _check(_pair(20, dtype), RECORDINGS[case])
+    assert_equals_reference(_pair(20, dtype), RECORDINGS[case])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_chunks_of_two_seconds_are_cut_as_by_the_reference(dtype: torch.dtype) -> None:
-    _check(_pair(200, dtype), (450, 200, 33, 201))
+    assert_equals_reference(_pair(200, dtype), (450, 200, 33, 201))

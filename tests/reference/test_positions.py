@@ -28,7 +28,7 @@ def _reference() -> Any:
         return transformers.Qwen2_5OmniThinkerForConditionalGeneration(reference_config(CONFIG))
 
 
-def _check(sample: Sample, *, fps: float) -> None:
+def assert_equals_reference(sample: Sample, *, fps: float) -> None:
     segments = [
         replace(segment, patch_s=2 / fps if segment.modality is Modality.VIDEO else 0.0, is_track=False)
         for segment in sample.segments
@@ -46,10 +46,10 @@ def _check(sample: Sample, *, fps: float) -> None:
 
 @given(sample=samples(), fps=st.sampled_from([0.3, 0.7, 1.0, 1.9, 2.0, 3.0, 24.0, 29.97, 60.0]))
 def test_positions_of_any_sample_are_those_of_the_reference(sample: Sample, fps: float) -> None:
-    _check(sample, fps=fps)
+    assert_equals_reference(sample, fps=fps)
 
 
 @pytest.mark.parametrize("fps", [1.3, 2.0, 23.976])
 def test_long_videos_truncate_times_like_the_reference(fps: float) -> None:
     sample = make_sample([text_segment(3), media_segment(Modality.VIDEO, (700, 2, 4)), text_segment(2)])
-    _check(sample, fps=fps)
+    assert_equals_reference(sample, fps=fps)

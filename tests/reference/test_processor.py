@@ -198,18 +198,18 @@ def processed(raw: Raw, kit: Kit) -> Any:
     )
 
 
-def check(raw: Raw, folder: Path, kit: Kit) -> None:
+def assert_equals_processor(raw: Raw, folder: Path, kit: Kit) -> None:
     """Compare all that the loader and the processor make of ``raw``."""
     sample, expected = sample_of(raw, folder, kit), processed(raw, kit)
     arrays = decoded(sample, kit)
     texts = {place: arrays[place] for place, item in enumerate(sample.segments) if not item.is_media}
     tokens, _ = sample_tokens(sample, texts, special=load_tokenizer(kit.folder).special)
     np.testing.assert_array_equal(tokens, expected["input_ids"][0].numpy())
-    check_positions(sample, expected, kit)
-    check_media(sample, arrays, expected)
+    assert_same_positions(sample, expected, kit)
+    assert_same_media(sample, arrays, expected)
 
 
-def check_positions(sample: Sample, expected: Any, kit: Kit) -> None:
+def assert_same_positions(sample: Sample, expected: Any, kit: Kit) -> None:
     """Compare positions, and the time that a temporal patch stands for."""
     lengths = expected["feature_attention_mask"].sum(-1) if "feature_attention_mask" in expected else None
     found, _ = kit.model.get_rope_index(
@@ -227,7 +227,7 @@ def check_positions(sample: Sample, expected: Any, kit: Kit) -> None:
     np.testing.assert_array_equal(seconds, expected.get("video_second_per_grid", []))
 
 
-def check_media(sample: Sample, arrays: list[npt.NDArray[Any]], expected: Any) -> None:
+def assert_same_media(sample: Sample, arrays: list[npt.NDArray[Any]], expected: Any) -> None:
     """Compare grids, lengths and values, segment by segment."""
     pairs = list(zip(sample.segments, arrays, strict=True))
     for modality, name, bound in ((Modality.IMAGE, "image", 1e-6), (Modality.VIDEO, "video", 0.05)):
@@ -267,7 +267,7 @@ def test_pictures_of_odd_sizes_between_texts(kit: Kit, tmp_path: Path) -> None:
     raw.add_image(201, 93)
     raw.add_image(17, 300)
     raw.add_text(" then a lake.")
-    check(raw, tmp_path, kit)
+    assert_equals_processor(raw, tmp_path, kit)
 
 
 def test_clips_and_pictures(kit: Kit, tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_clips_and_pictures(kit: Kit, tmp_path: Path) -> None:
     raw.add_text("second")
     raw.add_image(60, 61)
     raw.add_clip(90, 140, 7)
-    check(raw, tmp_path, kit)
+    assert_equals_processor(raw, tmp_path, kit)
 
 
 def test_sounds_of_several_lengths_between_the_rest(kit: Kit, tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_sounds_of_several_lengths_between_the_rest(kit: Kit, tmp_path: Path) ->
     raw.add_image(50, 70)
     raw.add_sound(2.5)
     raw.add_text("that")
-    check(raw, tmp_path, kit)
+    assert_equals_processor(raw, tmp_path, kit)
 
 
 @pytest.mark.parametrize(("num_frames", "sound_s"), [(47, 4.7), (23, 5.1), (61, 1.93), (9, 0.05)])
@@ -300,7 +300,7 @@ def test_a_clip_with_its_own_sound_interleaved(
     raw.add_text("Watch")
     raw.add_clip(40, 64, num_frames, sound_s=sound_s)
     raw.add_text("and listen.")
-    check(raw, tmp_path, kit)
+    assert_equals_processor(raw, tmp_path, kit)
 
 
 def test_clips_with_their_own_sound_beside_pictures_and_other_sound(kit: Kit, tmp_path: Path) -> None:
@@ -311,4 +311,4 @@ def test_clips_with_their_own_sound_beside_pictures_and_other_sound(kit: Kit, tm
     raw.add_text("Both at once.")
     raw.add_clip(64, 40, 12, sound_s=2.2)
     raw.add_sound(1.1)
-    check(raw, tmp_path, kit)
+    assert_equals_processor(raw, tmp_path, kit)

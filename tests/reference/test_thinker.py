@@ -98,7 +98,7 @@ def _pair(*, tied: bool = False) -> Pair:
     return make_pair(CONFIG.model_validate(data))
 
 
-def _check(pair: Pair, samples: Sequence[Sample], *, parts: Sequence[str]) -> None:
+def assert_equals_reference(pair: Pair, samples: Sequence[Sample], *, parts: Sequence[str]) -> None:
     zero_gradients(pair)
     ours, theirs = run_ours(pair, samples), run_theirs(pair, samples)
     for sample, own, other in zip(samples, ours.logits, theirs.logits, strict=True):
@@ -115,17 +115,17 @@ def _check(pair: Pair, samples: Sequence[Sample], *, parts: Sequence[str]) -> No
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", SAMPLES)
 def test_logits_loss_and_gradients_are_those_of_the_reference(case: str, tied: bool) -> None:
-    _check(_pair(tied=tied), [SAMPLES[case]], parts=PARTS[case])
+    assert_equals_reference(_pair(tied=tied), [SAMPLES[case]], parts=PARTS[case])
 
 
 @pytest.mark.parametrize("fps", [0.7, 1.0, 3.0, 25.0])
 def test_videos_stand_at_their_time_at_any_rate(fps: float) -> None:
     clip = media_segment(VIDEO, (4, 4, 6), patch_s=2 / fps)
-    _check(_pair(), [make_sample([clip, text_segment(5)], row=4)], parts=PARTS["video"])
+    assert_equals_reference(_pair(), [make_sample([clip, text_segment(5)], row=4)], parts=PARTS["video"])
 
 
 def test_a_pack_equals_its_samples_one_by_one() -> None:
-    _check(_pair(), list(SAMPLES.values()), parts=["llm.", "encoders."])
+    assert_equals_reference(_pair(), list(SAMPLES.values()), parts=["llm.", "encoders."])
 
 
 def test_epsilons_of_norms_are_those_of_the_reference() -> None:

@@ -43,7 +43,7 @@ def _pair(**vision: Any) -> Pair:
     )
 
 
-def _check(pair: Pair, grids: list[Grid]) -> None:
+def assert_equals_reference(pair: Pair, grids: list[Grid]) -> None:
     random = np.random.default_rng(1)
     num_patches = int(np.prod(grids, axis=1).sum())
     patches = random.integers(0, 256, (num_patches, pair.config.patch_values), dtype=np.uint8)
@@ -61,20 +61,20 @@ def _check(pair: Pair, grids: list[Grid]) -> None:
 
 @pytest.mark.parametrize("case", PICTURES)
 def test_rows_and_gradients_are_those_of_the_reference(case: str) -> None:
-    _check(_pair(), PICTURES[case])
+    assert_equals_reference(_pair(), PICTURES[case])
 
 
 @pytest.mark.parametrize("window", [28, 84, 112])
 def test_windows_of_any_side_are_cut_as_by_the_reference(window: int) -> None:
-    _check(_pair(window=window), PICTURES["clips and images"])
+    assert_equals_reference(_pair(window=window), PICTURES["clips and images"])
 
 
 @pytest.mark.parametrize("layers", [(), (0,), (0, 2)])
 def test_full_attention_is_in_the_same_blocks(layers: tuple[int, ...]) -> None:
-    _check(_pair(full_attention_layers=layers), PICTURES["clips and images"])
+    assert_equals_reference(_pair(full_attention_layers=layers), PICTURES["clips and images"])
 
 
 def test_patches_of_other_sizes_are_laid_out_likewise() -> None:
     sizes = {"vision": {"patch": 4, "merge": 3, "temporal_patch": 1}}
     config = CONFIG.model_validate({**CONFIG.model_dump(), "sizes": sizes, "vision": {"window": 24}})
-    _check(make_pair(config), [(2, 9, 3), (1, 6, 15)])
+    assert_equals_reference(make_pair(config), [(2, 9, 3), (1, 6, 15)])
