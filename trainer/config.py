@@ -214,6 +214,12 @@ class ModelConfig(BaseModel):
         return self
 
     @property
+    def identity(self) -> dict[str, Any]:
+        """All numbers, JSON-plain: what must be equal for a checkpoint to fit, however they were given."""
+        names: Any = {"weights": True, "size": True, "vision": {"size"}, "llm": {"size"}}
+        return self.model_dump(mode="json", exclude=names)
+
+    @property
     def patch_values(self) -> int:
         """Numbers in one packed patch: channels x temporal_patch x patch x patch."""
         return CHANNELS * self.sizes.vision.temporal_patch * self.sizes.vision.patch**2

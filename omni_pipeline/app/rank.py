@@ -426,7 +426,5 @@ class RankRun:
 
 def _identity(config: RunConfig) -> dict[str, Any]:
     """Return what must be equal for a checkpoint to fit; of encoders only those that are attached, if any."""
-    # Not where its first weights came from: its own take their place.
-    model = {"model": config.model.model_dump(mode="json", exclude={"weights"})}
     digests = encoder_digests(config)
-    return model | ({"encoders": digests} if digests else {})
+    return {"model": config.model.identity} | ({"encoders": digests} if digests else {})

@@ -172,6 +172,15 @@ def test_every_nth_layer_is_sparse_but_those_named() -> None:
     assert LlmConfig(layers=8).sparse_layers == ()
 
 
+def test_a_model_is_its_numbers_however_they_were_given() -> None:
+    named = ModelConfig.model_validate({"size": "tiny", "llm": {"size": "12b"}})
+    by_number = ModelConfig.model_validate({"size": "demo", **named.identity})
+    assert by_number != named
+    assert by_number.identity == named.identity
+    other = ModelConfig.model_validate({"size": "tiny", "llm": {"size": "12b", "rope_theta": 10_000.0}})
+    assert other.identity != named.identity
+
+
 @pytest.mark.parametrize("size", ["70b", 3, ["demo"]])
 def test_unknown_size_names_the_known_ones(size: object) -> None:
     with pytest.raises(

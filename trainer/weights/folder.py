@@ -78,10 +78,9 @@ def open_weights(path: Path) -> WeightsFolder:
         reference = found / REFERENCE_NAME
         return WeightsFolder(found, data["model"], tuple(data["parts"]), reference)
     model = _read(found / STATE_NAME).get("identity", {}).get("model", {})
-    numbers = {name: value for name, value in model.items() if name != "size"}
     reference = found.parent.parent / REFERENCE_NAME
     parts = ("vision", "audio", "llm")
-    return WeightsFolder(found, numbers, parts, reference if reference.is_dir() else None)
+    return WeightsFolder(found, model, parts, reference if reference.is_dir() else None)
 
 
 def model_file(model: Mapping[str, Any], parts: tuple[str, ...]) -> dict[str, Any]:

@@ -54,7 +54,7 @@ def train_a_step(rank: int, imported: Path, run: Path, tokens: Tensor) -> Tensor
         module=model.module,
         optimizer=torch.optim.AdamW(model.module.parameters()),
         keep=1,
-        identity={"model": config.model_dump(mode="json", exclude={"weights"})},
+        identity={"model": config.identity},
     )
     if rank == 0:
         keep_reference(run, weights=open_weights(imported), tokenizer=None)
