@@ -29,7 +29,7 @@ from loaders.source import check_members
 from loaders.source_config import FieldsLayout
 from loaders.sources.tar import scan_tar, split_name
 from loaders.worker_main import DECODE_JOB
-from loaders.workers import Decoded, Decoder, Failure, InlineDecoder, WorkerPool
+from loaders.workers import Decoded, Decoder, InlineDecoder, WorkerPool
 from omni_pipeline.core.errors import ConfigError, ShardError
 from omni_pipeline.core.media import KINDS
 
@@ -37,6 +37,7 @@ HEADERS_DEADLINE_S = 3600.0
 """Longest time for the headers of one shard; a hang in one is a finding, not a hang."""
 DECODE_DEADLINE_S = 60.0
 JOBS_PER_WORKER = 4
+_DECODE_KINDS = {"fetch": "not_fetched", "decode": "not_decoded", "worker": "decode_stuck"}
 
 
 @dataclass
@@ -103,13 +104,14 @@ def check_shards(
     with ExitStack() as stack:
         spill = stack.enter_context(KeySpill())
         writer = None if deny_list is None else stack.enter_context(DenyListWriter(deny_list))
-        headers = _pool(settings, CHECK_JOB, HEADERS_DEADLINE_S, 1 if decode and num_workers else num_workers)
+        num_readers = min(num_workers, 1 if decode else len(jobs))
+        headers = _pool(settings, CHECK_JOB, HEADERS_DEADLINE_S, num_readers)
         stack.callback(headers.close)
         decoder = None
         if decode:
             decoder = _pool(settings.decode, DECODE_JOB, decode_deadline_s, num_workers)
             stack.callback(decoder.close)
-        window = 2 if decode else max(1, num_workers) * 2
+        window = 2 * max(1, num_readers)
         for number, (job, done) in enumerate(_windowed(headers, jobs, window)):
             check = _shard_check(job, done)
             if decoder is not None:
@@ -183,12 +185,9 @@ def _decode(
         step()
         if done.failure is not None:
             place = Place(request.url, request.member, request.offset, done.failure.reason)
-            check.found.add(_decode_kind(done.failure), place)
-            check.unusable.setdefault(key, f"member {request.member!r}: {done.failure.reason}")
-
-
-def _decode_kind(failure: Failure) -> str:
-    return "decode_stuck" if failure.stage == "worker" else "not_decoded"
+            check.found.add(_DECODE_KINDS[done.failure.stage], place)
+            if done.failure.stage != "fetch":  # the store may be well again tomorrow
+                check.unusable.setdefault(key, f"member {request.member!r}: {done.failure.reason}")
 
 
 def _decode_progress(

@@ -154,6 +154,13 @@ _ALL = (
         "raise loader.max_image_pixels, or make the picture smaller",
     ),
     Kind(
+        "not_fetched",
+        PROBLEM,
+        "members",
+        "the bytes cannot be read from the store",
+        "check the disk, the network and the store, then check again",
+    ),
+    Kind(
         "not_decoded",
         PROBLEM,
         "members",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from loaders.check_findings import SHOWN_PLACES, Findings, MemberTable, Place
 from loaders.check_kinds import kind_of
-from loaders.columns import Sizing
+from loaders.columns import SizedBatch, Sizing
 from loaders.decode.image import check_pixels
 from loaders.decode.segment import DecodeRequest, DecodeSettings
 from loaders.fitting import USABLE, Oversize, fit, misfit
@@ -184,7 +184,22 @@ class Members:
         fields = tuple(item.suffixes for item in layout.fields)
         sounds = frozenset(place for place, item in enumerate(layout.fields) if item.sound)
         batch = Sizing(fields, settings.decode.sizes, tokenizer, sounds=sounds)(self.index)
+        self._tell_unsized(batch.problems, found, told)
         problems = dict(batch.problems)
+        for place in self._take(batch):
+            if place in self._bad:
+                problems.setdefault(int(self._rows[place]), self._bad[place])
+        if settings.budgets is not None:
+            _, fits = fit(batch.sizes, settings.budgets, oversize=settings.oversize)
+            for row in np.flatnonzero(~fits & (batch.sizes.status == USABLE)).tolist():
+                if row not in problems and row not in told:
+                    reason = misfit(batch.sizes, row, budgets=settings.budgets, oversize=settings.oversize)
+                    found.add("fits_no_pack", self._sample_at(row, reason))
+                    told.add(row)
+        return problems
+
+    def _tell_unsized(self, problems: Mapping[int, str], found: Findings, told: set[int]) -> None:
+        """Report the rows that have no size, but for those with a bad member, which was reported."""
         rows_of_bad = {int(self._rows[place]) for place in self._bad}
         for row, reason in sorted(problems.items()):
             if row in told:
@@ -195,26 +210,18 @@ class Members:
             elif row not in rows_of_bad:
                 found.add("no_size", self._sample_at(row, reason))  # the sound of a clip
             told.add(row)
+
+    def _take(self, batch: SizedBatch) -> set[int]:
+        """Return the members that fill fields of good rows, and keep in mind that they are used."""
         places = {offset: place for place, offset in enumerate(self.index.numbers["offset"].tolist())}
-        for segments in batch.segments:
-            offsets = segments["offset"].tolist()
-            used = [places[offsets[row]] for row in range(len(offsets)) if row not in batch.problems]
-            self._used.update(used)
-            for place in used:
-                if place in self._bad:
-                    problems.setdefault(int(self._rows[place]), self._bad[place])
+        good = [row for row in range(self.index.num_samples) if row not in batch.problems]
+        taken = {places[segments["offset"].item(row)] for segments in batch.segments for row in good}
+        self._used |= taken
         for track in batch.tracks.values():
-            for row in np.flatnonzero(track["modality"] >= 0).tolist():
-                if row not in batch.problems:
+            for row in good:
+                if track["modality"].item(row) >= 0:
                     self._tracks[places[track["offset"].item(row)]] = track["time"].item(row)
-        if settings.budgets is not None:
-            _, fits = fit(batch.sizes, settings.budgets, oversize=settings.oversize)
-            for row in np.flatnonzero(~fits & (batch.sizes.status == USABLE)).tolist():
-                reason = misfit(batch.sizes, row, budgets=settings.budgets, oversize=settings.oversize)
-                if row not in problems and row not in told:
-                    told.add(row)
-                    found.add("fits_no_pack", self._sample_at(row, reason))
-        return problems
+        return taken
 
     def _size(self, modality: Modality, found: Findings) -> None:
         """Size the good members of a modality for the model."""

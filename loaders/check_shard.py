@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from loaders.cache import set_up_storage
 from loaders.check_findings import Findings, MemberTable, Place
 from loaders.check_kinds import kind_of
 from loaders.check_members import CheckSettings, Members, ShardJob, wanted_suffixes
@@ -61,6 +62,7 @@ class ShardCheck:
 def check_job(job: ShardJob, settings: CheckSettings) -> tuple[ShardCheck, float, float]:
     """As ``check_shard``, for a process of ``WorkerPool``."""
     run_encoder_files(settings.decode.encoder_files)
+    set_up_storage(settings.decode.storage)
     return check_shard(job, settings), 0.0, 0.0
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loaders.check_members import CheckSettings, ShardJob
-from loaders.decode.segment import DecodeSettings
 from loaders.manifest import list_shards
 from loaders.source_config import FieldsLayout
+from loaders.step import decode_settings
 from omni_pipeline.app.run_config import RunConfig
+from omni_pipeline.app.wire import build_tokenizer, model_inputs
 from omni_pipeline.core.errors import ConfigError
 
 
@@ -36,11 +37,11 @@ def run_jobs(config: RunConfig, shards: Sequence[str]) -> list[ShardJob]:
 
 
 def run_check_settings(config: RunConfig) -> CheckSettings:
-    """Return what shards are held against: the sizes, limits and tokenizer of the run."""
-    decode = DecodeSettings(
-        sizes=config.model.sizes,
-        tokenizer_path=config.tokenizer.path,
-        max_image_pixels=config.loader.max_image_pixels,
-        video_backend=config.loader.video_backend,
-    )
+    """Return what shards are held against: the sizes, limits and tokenizer of the run.
+
+    Raises:
+        ConfigError: The tokenizer cannot be used, or has more tokens than the model.
+    """
+    model = model_inputs(config, build_tokenizer(config))
+    decode = decode_settings(config.loader, model=model, tokenizer_path=config.tokenizer.path)
     return CheckSettings(decode, budgets=config.order.budgets, oversize=config.order.oversize)
