@@ -186,7 +186,8 @@ def _decode(
         if done.failure is not None:
             place = Place(request.url, request.member, request.offset, done.failure.reason)
             check.found.add(_DECODE_KINDS[done.failure.stage], place)
-            if done.failure.stage != "fetch":  # the store may be well again tomorrow
+            # What the store does not give today it may give tomorrow.
+            if key is not None and done.failure.stage != "fetch":
                 check.unusable.setdefault(key, f"member {request.member!r}: {done.failure.reason}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -88,7 +89,7 @@ class Members:
         self._errors = index.errors.to_pylist()
         self._grids = np.zeros((len(self._codes), 3), dtype=np.int64)
         self._bad: dict[int, str] = {}
-        self._used: set[int] = set()
+        self._used: Counter[int] = Counter()
         self._tracks: dict[int, int] = {}
 
     def judge(self, found: Findings) -> None:
@@ -153,15 +154,17 @@ class Members:
             table.add_pattern(pattern, len(rows), [self._sample_at(row) for row in rows[:SHOWN_PLACES]])
         return table
 
-    def requests(self) -> Iterator[tuple[str, DecodeRequest]]:
-        """Yield what can be decoded, with its key; nothing of what is decoded comes back.
+    def requests(self) -> Iterator[tuple[str | None, DecodeRequest]]:
+        """Yield what can be decoded, and the key of the sample that no run can use if that fails.
 
-        With layouts, what fills a field of a usable sample; so ``unusable`` must be called before.
+        With layouts, what fills a field of a usable sample; so ``unusable`` must be called before. The key is
+        None where another layout can do without the member. Nothing of what is decoded comes back.
         """
         for place in np.flatnonzero(self._wanted).tolist():
             modality = self._modalities[place]
             if modality is None or place in self._bad or (self._layouts and place not in self._used):
                 continue
+            key = self._key(place) if self._used[place] == len(self._layouts) else None
             time, height, width = self._grids[place].tolist()
             request = DecodeRequest(
                 url=self.index.shard,
@@ -173,10 +176,10 @@ class Members:
                 where=f"{self.index.shard}, member {self._name(place)}",
                 units=(0, 0),
             )
-            yield self._key(place), request
+            yield key, request
             if frames := self._tracks.get(place):
                 grid = (frames, 1, 1)
-                yield self._key(place), replace(request, modality=Modality.AUDIO, grid=grid, is_track=True)
+                yield key, replace(request, modality=Modality.AUDIO, grid=grid, is_track=True)
 
     def _fit_layout(self, layout: FieldsLayout, found: Findings, told: set[int]) -> dict[int, str]:
         """Return by row why a run with ``layout`` cannot use it; ``told`` are rows that were reported."""
@@ -216,7 +219,7 @@ class Members:
         places = {offset: place for place, offset in enumerate(self.index.numbers["offset"].tolist())}
         good = [row for row in range(self.index.num_samples) if row not in batch.problems]
         taken = {places[segments["offset"].item(row)] for segments in batch.segments for row in good}
-        self._used |= taken
+        self._used.update(taken)
         for track in batch.tracks.values():
             for row in good:
                 if track["modality"].item(row) >= 0:

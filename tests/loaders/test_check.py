@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import tarfile
+import threading
 from pathlib import Path
 
 import pyarrow as pa
@@ -94,14 +95,22 @@ def test_fault_2_one_damaged_tar_of_twenty_is_named(tmp_path: Path) -> None:
     assert [place.shard for place in found.places["garbage"]] == [str(shards[13])]
 
 
-@pytest.mark.parametrize("order", ["0.jpg 1.jpg 0.txt 1.txt", "0.jpg 1.jpg 2.jpg 0.txt 1.txt 2.txt"])
+@pytest.mark.parametrize(
+    "order",
+    [
+        "0.jpg 1.jpg 0.txt 1.txt",
+        "0.jpg 1.jpg 2.jpg 0.txt 1.txt 2.txt",
+        "0.jpg 1.jpg 0.txt 1.txt 0.b.txt 1.b.txt",
+    ],
+)
 def test_fault_3_and_4_members_that_are_not_adjacent_are_told(tmp_path: Path, order: str) -> None:
     names = order.split()
     path = write_tar(tmp_path / "s.tar", [(n, image_bytes() if "jpg" in n else b"t") for n in names])
     report = checked(path)
-    assert kinds(report) == {"not_adjacent": len(names) // 2}
+    num_keys = len({name[0] for name in names})
+    assert kinds(report) == {"not_adjacent": num_keys}
     assert places(report, "not_adjacent")[0] == ("0.txt", "again key '0'")
-    assert report.num_samples == len(names) // 2
+    assert report.num_samples == num_keys
 
 
 @pytest.mark.parametrize(
@@ -246,11 +255,13 @@ def test_tars_joined_with_cat_lose_nothing_in_silence(tmp_path: Path) -> None:
         ("version", "index_version"),
         ("cut", "damaged_index"),
         ("content", "wrong_index"),
+        ("order", "wrong_index"),
         ("offsets", "wrong_index"),
     ],
 )
 def test_an_index_that_does_not_fit_is_found(tmp_path: Path, change: str, kind: str) -> None:
-    path = write_tar(tmp_path / "s.tar", [("a.txt", b"one"), ("b.txt", b"two")])
+    members = [("a.txt", b"one"), ("a.x.txt", b"two")]
+    path = write_tar(tmp_path / "s.tar", members)
     build_index(str(path), tokenizer=BYTES)
     times = (path.stat().st_atime_ns, path.stat().st_mtime_ns)
     sidecar = Path(index_path(str(path)))
@@ -265,24 +276,24 @@ def test_an_index_that_does_not_fit_is_found(tmp_path: Path, change: str, kind: 
     elif change == "cut":
         sidecar.write_bytes(sidecar.read_bytes()[:100])
     else:
-        # Size and time stay, as after `rsync -t` of another shard; offsets alone differ in the second case.
-        members = [("a.txt", b"one more"), ("b.txt", b"two")]
-        write_tar(path, members if change == "content" else [("b.txt", b"two"), ("a.txt", b"one")])
+        # Size and time stay, as after `rsync -t` of another shard.
+        if change == "content":
+            write_tar(path, [("c.txt", b"one"), ("c.x.txt", b"two")])
+        elif change == "order":
+            write_tar(path, members[::-1])
+        else:
+            with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as archive:
+                folder = tarfile.TarInfo("folder")
+                folder.type = tarfile.DIRTYPE
+                archive.addfile(folder)
+                for name, payload in members:
+                    info = tarfile.TarInfo(name)
+                    info.size = len(payload)
+                    archive.addfile(info, io.BytesIO(payload))
         os.utime(path, ns=times)
-        if change == "offsets":
-            rename_keys_in_order(sidecar)
     report = checked(path, indexed=False)
     assert kinds(report) == {kind: 1}
     assert KINDS_OF_FINDING[kind].level == (NOTE if kind == "no_index" else PROBLEM)
-
-
-def rename_keys_in_order(sidecar: Path) -> None:
-    """Make the index of (a, b) one of (b, a) with the offsets of the other order, as a stale copy has."""
-    with pa.OSFile(str(sidecar)) as file:
-        table = pa.ipc.open_file(file).read_all()
-    swapped = table.take(pa.array([1, 0]))
-    with pa.OSFile(str(sidecar), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(swapped)
 
 
 def test_the_same_key_and_suffix_twice(tmp_path: Path) -> None:
@@ -290,6 +301,10 @@ def test_the_same_key_and_suffix_twice(tmp_path: Path) -> None:
     report = checked(path, deny_list=tmp_path / "deny.txt")
     assert kinds(report) == {"repeated_member": 2}
     assert report.num_denied == 1
+    # Of what no field can take it does not matter which is meant.
+    path = write_tar(tmp_path / "s.tar", [("a.txt", b"1"), ("a.npy", b"2"), ("a.npy", b"3")])
+    report = checked(path, deny_list=tmp_path / "deny.txt")
+    assert (kinds(report), report.num_denied) == ({"repeated_member": 2, "unknown_suffix": 2}, 0)
 
 
 def test_keys_that_differ_by_case_only(tmp_path: Path) -> None:
@@ -437,10 +452,46 @@ def test_fault_18_bytes_that_cannot_be_read_are_told_and_nobody_is_denied_for_th
     assert (report.num_decoded, report.num_denied) == (1, 0)
 
 
+@pytest.mark.parametrize(("name", "payload"), [("a.jpg", b"no picture"), ("a.jpg", image_bytes()[:-40])])
+def test_a_shard_of_two_sources_is_held_against_both_and_denied_is_what_neither_can_use(
+    tmp_path: Path, name: str, payload: bytes
+) -> None:
+    path = write_tar(tmp_path / "s.tar", {name: payload, "a.txt": b"x", "b.txt": b"\xff"})
+    texts = FieldsLayout(fields=("txt",))  # type: ignore[arg-type]
+    build_index(str(path), tokenizer=BYTES)
+    for layouts, denied in (((CAPTIONS,), 2), ((CAPTIONS, texts), 1), ((texts, CAPTIONS), 1), ((texts,), 1)):
+        report = check_shards(
+            [ShardJob(str(path), layouts)],
+            CheckSettings(),
+            num_workers=0,
+            decode=True,
+            deny_list=tmp_path / "deny.txt",
+        )
+        assert report.num_denied == denied
+        bad = {"bad_text", "bad_header", "not_decoded"} & kinds(report).keys()
+        assert len(bad) == (1 if layouts == (texts,) else 2)
+
+
+def test_fault_21_a_check_that_is_stopped_leaves_neither_processes_nor_files(tmp_path: Path) -> None:
+    shards = [write_tar(tmp_path / f"{n}.tar", {"a.txt": b"x"}) for n in range(2)]
+
+    def stop(_done: int, _total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        check_shards(
+            [ShardJob(str(path)) for path in shards],
+            CheckSettings(),
+            num_workers=1,
+            deny_list=tmp_path / "deny.txt",
+            progress=stop,
+        )
+    assert sorted(tmp_path.iterdir()) == shards
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("decode-")]
+
+
 def hang(_request: object, _settings: object) -> tuple[object, float, float]:
     """A job that never ends."""
-    import threading
-
     threading.Event().wait()
     raise AssertionError("unreachable")
 
@@ -487,7 +538,7 @@ def test_a_kind_without_a_name_is_refused() -> None:
 
 @settings(max_examples=20)
 @given(st.lists(st.sets(st.integers(0, 60)), max_size=6))
-def test_shared_keys_are_counted_as_by_a_plain_table(shards: list[set[int]]) -> None:
+def test_fault_22_shared_keys_are_counted_without_one_large_table(shards: list[set[int]]) -> None:
     with KeySpill() as spill:
         for number, held in enumerate(shards):
             spill.add(number, hash_keys(pa.array([str(key) for key in sorted(held)], pa.string())))
