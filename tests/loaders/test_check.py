@@ -374,8 +374,12 @@ def test_a_name_that_is_no_utf8_is_read_and_told(tmp_path: Path) -> None:
 def test_fault_25_and_26_a_huge_picture_is_known_from_its_header_with_its_name(tmp_path: Path) -> None:
     path = write_tar(tmp_path / "s.tar", {"a.png": image_bytes(300, 200, kind="PNG")})
     assert kinds(checked(path, decode=True)) == {}
-    limit = DecodeSettings(max_image_pixels=59_999)
-    report = checked(path, decode=True, against=CheckSettings(limit))
+    limit = CheckSettings(DecodeSettings(max_image_pixels=59_999))
+    pictures = FieldsLayout(fields=("png",))  # type: ignore[arg-type]
+    for layout in (None, pictures):
+        report = checked(path, layout=layout, against=limit, deny_list=tmp_path / "deny.txt")
+        assert report.num_denied == 1
+    report = checked(path, decode=True, against=limit)
     assert kinds(report) == {"too_many_pixels": 1}
     assert places(report, "too_many_pixels") == [("a.png", "image header says 300 x 200 pixels, limit 59999")]
     assert report.num_decoded == 0
