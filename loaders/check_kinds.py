@@ -80,7 +80,7 @@ _ALL = (
         PROBLEM,
         "shards",
         "members behind the end mark are not read",
-        "give each tar a file of its own; join with `tar --concatenate`, not with `cat`",
+        "join tars with `tar --concatenate`, not with `cat`; if none were joined, fetch the shard again",
     ),
     Kind(
         "no_such_member",

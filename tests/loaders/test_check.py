@@ -20,6 +20,7 @@ from loaders.check_findings import MAX_WORDS, SHOWN_PLACES, Findings, MemberTabl
 from loaders.check_keys import KeySpill
 from loaders.check_kinds import KINDS_OF_FINDING, NOTE, PROBLEM
 from loaders.check_members import CheckSettings, ShardJob
+from loaders.check_shard import check_shard
 from loaders.decode.segment import DecodeSettings
 from loaders.decode.text import load_tokenizer
 from loaders.deny import hash_keys
@@ -27,6 +28,7 @@ from loaders.index import build_index
 from loaders.index_file import index_path
 from loaders.packing import Budgets
 from loaders.source_config import FieldsLayout
+from loaders.workers import InlineDecoder
 from omni_pipeline.core.errors import ShardError
 from omni_pipeline.core.sizes import AudioSizes, ModelSizes
 from tests.support.shards import audio_bytes, caption_members, image_bytes, video_bytes, write_tar
@@ -400,6 +402,9 @@ def test_a_sample_too_large_for_a_pack_of_the_run_is_a_note_and_not_denied(tmp_p
     assert kinds(report) == {"fits_no_pack": 1}
     assert places(report, "fits_no_pack") == [("a", "51 tokens, limit 20 (order.seq_len)")]
     assert report.num_denied == 0
+    # Once, however many sources of the run have the shard.
+    without_loss = FieldsLayout(fields=({"member": "txt", "loss": False},))  # type: ignore[arg-type]
+    assert check_shard(ShardJob(str(path), (texts, without_loss)), budgets).found == report.found
 
 
 def test_fault_23_a_truncated_picture_is_found_by_decoding_alone(tmp_path: Path) -> None:
@@ -440,6 +445,17 @@ def test_the_sound_of_a_clip_is_sized_and_decoded_where_the_layout_asks_for_it(t
     assert (kinds(report), report.num_denied) == ({"no_size": 1}, 1)
     assert places(report, "no_size")[0][1].startswith("sound of the clip: recording lasts")
     assert kinds(checked(path, against=CheckSettings(short))) == {}
+
+
+def test_nothing_of_what_is_decoded_is_sent_back(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "s.tar", caption_members(2))
+    requests = check_shard(ShardJob(str(path)), CheckSettings(wants_requests=True)).requests
+    assert [(key, request.member) for key, request in requests] == [
+        (f"{n:06d}", f"{n:06d}.{suffix}") for n in range(2) for suffix in ("jpg", "txt")
+    ]
+    assert [
+        InlineDecoder(DecodeSettings()).submit(request).result().array.size for _, request in requests
+    ] == [0] * 4
 
 
 def test_fault_18_bytes_that_cannot_be_read_are_told_and_nobody_is_denied_for_them(
