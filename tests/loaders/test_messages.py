@@ -47,6 +47,6 @@ def test_every_command_that_a_string_names_exists() -> None:
 
 
 def test_the_rule_sees_commands_sub_commands_and_options_that_do_not_exist() -> None:
-    assert named_commands("see `omni data check`, or `omni view X`") == ["omni data check", "omni view"]
+    assert named_commands("see `omni data mend`, or `omni view X`") == ["omni data mend", "omni view"]
     assert named_commands("`omni data index --swiftly x`") == ["omni data index --swiftly: --swiftly"]
     assert named_commands("`omni data index --force x`; ``omni data``: shards; omni train run.toml") == []
