@@ -96,3 +96,10 @@ def test_the_content_of_profiles_and_fits_is_compared_between_ranks(tmp_path: Pa
     shipped = section_digests(run_config())
     assert one == two == shipped
     assert {name for name in one if one[name] != three[name]} == {"balance"}
+
+
+def test_how_shards_are_read_may_differ_between_ranks(tmp_path: Path) -> None:
+    config = run_config()
+    storage = config.loader.storage.model_copy(update={"cache_dir": tmp_path, "timeout_s": 1.0})
+    here = config.model_copy(update={"loader": config.loader.model_copy(update={"storage": storage})})
+    assert section_digests(here) == section_digests(config)

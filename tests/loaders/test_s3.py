@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from loaders.cache import ShardCache
 from loaders.decode.text import ByteTokenizer
 from loaders.index import build_index
 from loaders.index_file import read_index, read_summary
+from loaders.storage_config import StorageConfig
 from omni_pipeline.core.errors import ShardError
-from tests.support.s3_server import serve_s3
+from tests.support.http_server import Fault, serve
+from tests.support.s3_server import s3_at, serve_s3
 from tests.support.shards import caption_members, write_tar
 
 
@@ -64,3 +67,22 @@ def test_ranges_of_a_bucket_end_where_the_shard_does(bucket: str, monkeypatch: p
 def test_an_empty_file_in_a_bucket_is_read(bucket: str) -> None:
     storage.write_file(f"{bucket}/empty", b"")
     assert storage.read_file(f"{bucket}/empty") == b""
+
+
+@pytest.mark.parametrize("fault", ["stall", "truncate", "reset", "busy"])
+def test_fault_18_a_bucket_that_fails_in_mid_body_is_read_exactly(
+    fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = bytes(range(256)) * 100
+    monkeypatch.setattr(remote, "_limits", StorageConfig(timeout_s=0.4))
+    monkeypatch.setattr(remote, "FIRST_PAUSE_S", 0.01)
+    with serve() as site, s3_at(site.url):
+        site.put("/box/s.tar", content)
+        site.faults["/box/s.tar"] = [fault, fault]
+        began = time.monotonic()
+        assert storage.read_range("s3://box/s.tar", 100, 20_000) == content[100:20_100]
+        assert not site.faults["/box/s.tar"]
+        site.always["/box/s.tar"] = fault
+        with pytest.raises(ShardError, match="storage failed 4 times"):
+            storage.read_range("s3://box/s.tar", 100, 20_000)
+        assert time.monotonic() - began < 8

@@ -6,7 +6,7 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
@@ -84,6 +84,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, *args: object) -> None:
         """Say nothing: the tests read what the client says."""
 
+    def handle(self) -> None:
+        """Serve a connection; clients that give up reset it."""
+        with suppress(ConnectionError):
+            super().handle()
+
     def do_GET(self) -> None:
         content = self.site.files.get(self.path)
         start, end = self._range(0 if content is None else len(content))
@@ -100,6 +105,20 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             whole = f"bytes {start + (fault == 'shifted')}-{end - 1}/{len(content)}"
             self._send(206, content[start:end], fault, **{"Content-Range": whole})
+
+    def do_HEAD(self) -> None:
+        content = self.site.files.get(self.path)
+        if content is None:
+            self._refuse(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{self.site.tags[self.path]}"')
+        self.end_headers()
+
+    def do_PUT(self) -> None:
+        self.site.put(self.path, self.rfile.read(int(self.headers["Content-Length"])))
+        self._refuse(201)
 
     def _range(self, size: int) -> tuple[int, int]:
         first, _, last = self.headers["Range"].removeprefix("bytes=").partition("-")
