@@ -163,8 +163,11 @@ time.sleep(600)
 
 
 def test_ctrl_c_ends_parent_and_workers_without_a_word_of_the_workers() -> None:
+    # Whoever started the tests in the background made SIGINT one that is ignored, here and in children.
     code = f"""
+import signal
 import time
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from loaders.workers import WorkerPool
 from tests.loaders.test_workers import worker_pids
 try:

@@ -12,10 +12,11 @@ CPU = torch.device("cpu")
 
 
 def test_products_and_memory_have_rates_that_machines_have() -> None:
-    rates = product_rates(256, inner=512, tokens=[1, 64], device=CPU, dtype=torch.float32)
-    assert [tokens for tokens, _ in rates] == [1, 64]
-    assert all(1e6 < rate < 1e14 for _, rate in rates)
-    assert rates[1][1] > rates[0][1]  # one row has no reuse of the weight
+    runs = [product_rates(256, inner=512, tokens=[1, 64], device=CPU, dtype=torch.float32) for _ in range(4)]
+    assert [[tokens for tokens, _ in rates] for rates in runs] == [[1, 64]] * 4
+    assert all(1e6 < rate < 1e14 for rates in runs for _, rate in rates)
+    # One row has no reuse of the weight. The best of each: other work on the machine makes rates fall only.
+    assert max(rates[1][1] for rates in runs) > max(rates[0][1] for rates in runs)
     assert 1e7 < copy_bytes_per_s(CPU) < 1e13
     assert 1e-8 < kernel_start_s(CPU) < 1e-2
 
