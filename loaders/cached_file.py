@@ -15,6 +15,8 @@ import zlib
 from array import array
 from dataclasses import asdict, dataclass
 
+from loaders.storage import pread_all
+
 BLOCK_BYTES = 1 << 16
 _CRC_BYTES = 4
 
@@ -118,7 +120,7 @@ def read_cached(descriptor: int, shard: RemoteShard, offset: int, length: int) -
     table = os.pread(descriptor, _CRC_BYTES * (last + 1 - first), shard.size + _CRC_BYTES * first)
     crcs.frombytes(table)
     begin = first * BLOCK_BYTES
-    data = _read_all(descriptor, begin, min(shard.size, (last + 1) * BLOCK_BYTES) - begin)
+    data = pread_all(descriptor, begin, min(shard.size, (last + 1) * BLOCK_BYTES) - begin)
     view = memoryview(data)
     for number, crc in enumerate(_little_endian(crcs)):
         if zlib.crc32(view[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]) != crc:
@@ -126,18 +128,6 @@ def read_cached(descriptor: int, shard: RemoteShard, offset: int, length: int) -
                 f"has other bytes than were written, from byte {begin} to {begin + len(data)}"
             )
     return data[offset - begin : offset - begin + length]
-
-
-def _read_all(descriptor: int, offset: int, length: int) -> bytes:
-    pieces: list[bytes] = []
-    while length > 0:
-        piece = os.pread(descriptor, length, offset)
-        if not piece:
-            break
-        pieces.append(piece)
-        offset += len(piece)
-        length -= len(piece)
-    return b"".join(pieces)
 
 
 def _little_endian(crcs: array[int]) -> array[int]:

@@ -135,6 +135,23 @@ def write_file(url: str, data: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
 
 
+def pread_all(descriptor: int, offset: int, length: int) -> bytes:
+    """Return ``length`` bytes of an open file from byte ``offset``; fewer only where the file ends before.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    pieces: list[bytes] = []
+    while length > 0:
+        piece = os.pread(descriptor, length, offset)
+        if not piece:
+            break
+        pieces.append(piece)
+        offset += len(piece)
+        length -= len(piece)
+    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+
 def open_range(url: str, offset: int, length: int) -> io.BufferedReader:
     """Return a seekable file of ``length`` bytes of ``url`` from ``offset``, read as far as it is used."""
     buffer_bytes = REMOTE_BUFFER_BYTES if is_remote(url) else LOCAL_BUFFER_BYTES
@@ -234,21 +251,13 @@ def _pread(url: str, offset: int, length: int) -> bytes:
     except OSError as error:
         raise _no_shard(url, error) from error
     try:
-        pieces: list[bytes] = []
-        while length > 0:
-            piece = os.pread(descriptor, length, offset)
-            if not piece:
-                break
-            pieces.append(piece)
-            offset += len(piece)
-            length -= len(piece)
+        return pread_all(descriptor, offset, length)
     except OSError as error:
         raise ShardError(
             f"cannot read: {error.strerror}", where=f"{url}, byte {offset}", fix="check the disk"
         ) from error
     finally:
         os.close(descriptor)
-    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
 
 def _no_shard(url: str, error: OSError) -> ShardError:

@@ -315,7 +315,7 @@ def test_samples_of_two_sorts_lack_nothing(tmp_path: Path) -> None:
         ("a.txt", b"x" * ((1 << 20) + 1), "long_text"),
         ("a.npy", b"x", "unknown_suffix"),
         ("../a.txt", b"x", "outside_path"),
-        ("/tmp/a.txt", b"x", "outside_path"),
+        ("/rooted/a.txt", b"x", "outside_path"),
         ("a..b/a.txt", b"x", ""),
     ],
 )

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from omni_pipeline.core.plan import Pack
 from omni_pipeline.core.sample import Sample, SampleId
 from omni_pipeline.core.topology import Topology
 from tests.support import parity
 from tests.support.ranks import run_ranks
+from tests.support.steps import Recorder
 from trainer.colocation import colocate
 from trainer.config import ModelConfig
 from trainer.model.omni import OmniModel, build_model
@@ -69,20 +69,6 @@ def _reference(failed: frozenset[SampleId]) -> parity.Reference:
     """Return the step of one plain process in float64, every sample alone in its pack."""
     alone = _packs([[sample] for sample in SAMPLES])
     return parity.reference_step(_model().double(), alone, failed=failed, balance_loss=BALANCE)
-
-
-class Recorder(torch.optim.SGD):
-    """Keeps the gradients of a step and changes nothing."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(model.parameters(), lr=0.0)
-        self.model = model
-        self.gradients: dict[str, torch.Tensor] = {}
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for name, parameter in self.model.named_parameters():
-            assert isinstance(parameter.grad, DTensor), name
-            self.gradients[name] = parameter.grad.full_tensor().clone()
 
 
 def _steps(
